@@ -1,0 +1,72 @@
+"""Attention over KV memory. Query heads stay grouped under the KV head they share: q is [H, G, S, D].
+
+Three functions, one per question. `attend_prompt`: what do the tokens just read attend to?
+(fused kernels, the answer alone). `watch_prompt`: how much did the last of them look at each
+token? (block by block, the evidence alone; no S x S matrix ever exists). `attend_slots`: one
+query against the slots (an explicit softmax, so answer and evidence come together).
+
+Softmax does not care about order, so nothing here knows which slot holds which token: a mask
+computed from positions says what may be read. K and V are never repeated per query head.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 512  # query rows per fused call behind a prefix: bounds the mask, whatever the prompt's length
+WATCHED = 128  # query rows per block of evidence: its logits [H, G, 128, T] stay near the cache
+
+
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of S new tokens to themselves and to what came before them.
+
+    q [H, G, S, D]; k, v [H, T, D] in time order, the S new tokens last, T >= S -> [H, G, S, D].
+    """
+    (G, S), T = q.shape[1:3], k.shape[1]
+    k, v = (x[:, None].expand(-1, G, -1, -1) for x in (k, v))  # a view: no K or V is copied
+    if T == S:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    out = torch.empty_like(q)
+    for a in range(0, S, ROWS):  # is_causal would align the first query with the first key: wrong behind a prefix
+        b = min(a + ROWS, S)
+        seen = T - S + b
+        future = torch.ones(b - a, seen, dtype=torch.bool, device=q.device).triu_(T - S + a + 1)
+        mask = torch.zeros(b - a, seen, dtype=q.dtype, device=q.device).masked_fill_(future, -torch.inf)
+        out[:, :, a:b] = F.scaled_dot_product_attention(
+            q[:, :, a:b], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scale
+        )
+    return out
+
+
+def watch_prompt(q: Tensor, k: Tensor, last: int, scale: float, block: int = WATCHED) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, probabilities) for the last `last` of the S queries, block by block.
+
+    q [H, G, S, D]; k [H, T, D] in time order, the S new tokens last. The probabilities are
+    float32 [H, G, C, K]: C query rows over the first K tokens; later tokens are in their future.
+    """
+    (H, G, S, D), T = q.shape, k.shape[1]
+    for a in range(max(S - last, 0), S, block):
+        b = min(a + block, S)
+        seen = T - S + b
+        rows = (q[:, :, a:b] * scale).reshape(H, -1, D)
+        logits = (rows @ k[:, :seen].mT).view(H, G, b - a, seen).float()
+        future = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).triu_(1)
+        logits[..., T - S + a :].masked_fill_(future, -torch.inf)
+        yield slice(a, b), logits.softmax(-1)
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """S queries against the slots: (answer [H, G, S, D], probabilities [H, G, S, N] in float32).
+
+    Equal shares: k, v [H, N, D], mask [H, S, N]. Ragged shares: the pool itself, k, v [R, D], and
+    a mask [H, S, R] that also says which rows are the head's own: one product over all rows,
+    then N is R. A slot outside the mask gets probability 0 exactly (and its V must be finite).
+    """
+    H, G, S, D = q.shape
+    rows = (q * scale).reshape((H, G * S, D) if k.dim() == 3 else (H * G * S, D))
+    logits = (rows @ k.mT).view(H, G, S, -1).float()
+    probs = logits.masked_fill_(~mask[:, None], -torch.inf).softmax(-1)
+    out = probs.to(v.dtype).view(*rows.shape[:-1], -1) @ v
+    return out.view(H, G, S, D), probs

@@ -1,0 +1,196 @@
+"""A checkpoint on disk -> a Transformer: config.json with safetensors, or one GGUF file.
+
+The insight that makes it short: every format is a mapping from Hugging Face tensor names to
+memory-mapped values, and one table says where each name lands. Parameters are allocated once, in
+their final dtype, and filled tensor by tensor: the peak is the weights plus one tensor.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .config import read_config
+from .gguf_file import GGUF, read_metadata
+from .model import ModelConfig, Transformer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Weights(Protocol):
+    """Where tensors come from: their shapes by Hugging Face name, and their values one at a time."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Transformer:
+    """The model in a checkpoint directory or a .gguf file, ready to run.
+
+    dtype None: the one config.json names, or else the one the embedding is stored in; float32
+    for GGUF, and instead of float16 on a CPU, where half precision is slow and Qwen2 overflows.
+    Raises ValueError or FileNotFoundError, one sentence, for a file that is missing or damaged,
+    or does not fit.
+    """
+    path = Path(path)
+    if path.is_file():
+        weights: Weights = GGUF(path)
+        config = weights.config() | {"dtype": "float32"}
+    else:
+        config = read_json(path / "config.json")
+        weights = Safetensors(path)
+    try:
+        shape = _fitted(read_config(config), weights)
+        return _fill(shape, weights, dtype or _own_dtype(config, weights, device), device)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def stop_ids(path: Path) -> set[int]:
+    """Tokens that end an answer: all ids of config.json and generation_config.json, or of the GGUF."""
+    path = Path(path)
+    if path.is_file():
+        metadata = read_metadata(path)
+        ids = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+        return {i for i in ids if i is not None}
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if name == "config.json" or (path / name).exists():
+            ids = read_json(path / name).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises FileNotFoundError, or ValueError naming the file."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+    _refuse_pointer(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+class Safetensors:
+    """The tensors of a directory: model.safetensors, or the shards that its index names."""
+
+    def __init__(self, directory: Path):
+        from safetensors import safe_open, SafetensorError
+
+        index = directory / "model.safetensors.index.json"
+        places = read_json(index).get("weight_map", {}) if index.exists() else {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files = {}
+        for name in sorted(set(places.values())) or ["model.safetensors"]:
+            path = directory / name
+            if not path.exists():
+                raise FileNotFoundError(f"{directory} has no {name}" + (f", which {index.name} names" if places else ""))
+            _refuse_pointer(path)
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                size = path.stat().st_size
+                raise ValueError(f"{path} is damaged or cut short ({size:,} bytes); download it again") from error
+            for key in file.keys():
+                if places.get(key, name) == name:  # a tensor stored twice: the index decides
+                    self.shapes[key], self._files[key] = tuple(file.get_slice(key).get_shape()), file
+
+    def tensor(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+def name_table(c: ModelConfig) -> dict[str, tuple[str, slice]]:
+    """Hugging Face tensor name -> our parameter, and the rows of it that the tensor fills."""
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    every = slice(None)
+    parts = {
+        "self_attn.q_proj": ("attn.qkv", slice(0, q)),
+        "self_attn.k_proj": ("attn.qkv", slice(q, q + kv)),
+        "self_attn.v_proj": ("attn.qkv", slice(q + kv, q + 2 * kv)),
+        "self_attn.o_proj": ("attn.o", every),
+        "self_attn.q_norm": ("attn.q_norm", every),
+        "self_attn.k_norm": ("attn.k_norm", every),
+        "mlp.gate_proj": ("mlp.gate_up", slice(0, c.ffn_dim)),
+        "mlp.up_proj": ("mlp.gate_up", slice(c.ffn_dim, 2 * c.ffn_dim)),
+        "mlp.down_proj": ("mlp.down", every),
+        "input_layernorm": ("attn_norm", every),
+        "post_attention_layernorm": ("mlp_norm", every),
+    }
+    table = {EMBED: ("embed.weight", every), "model.norm.weight": ("norm.weight", every), HEAD: ("head.weight", every)}
+    for layer in range(c.n_layers):
+        for theirs, (ours, rows) in parts.items():
+            for kind in ("weight", "bias"):
+                table[f"model.layers.{layer}.{theirs}.{kind}"] = f"blocks.{layer}.{ours}.{kind}", rows
+    return table
+
+
+def _own_dtype(config: Mapping, weights: Weights, device: str | torch.device) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None and EMBED in weights.shapes:
+        name = weights.tensor(EMBED).dtype
+    name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"config.json names the dtype {name}; known: {', '.join(DTYPES)}")
+    return torch.float32 if name == "float16" and torch.device(device).type == "cpu" else DTYPES[name]
+
+
+def _fitted(c: ModelConfig, weights: Weights) -> ModelConfig:
+    """The config, with the two questions that the tensors answer better: Qwen2's biases, and a tied head."""
+    if c.qkv_bias and not c.o_bias:  # Qwen2: its config has no word for it
+        c = replace(c, qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights.shapes)
+    if c.tied and HEAD in weights.shapes and EMBED in weights.shapes:
+        same = weights.shapes[HEAD] == weights.shapes[EMBED] and torch.equal(weights.tensor(HEAD), weights.tensor(EMBED))
+        if not same:
+            warnings.warn(f"{HEAD} differs from the embedding although the config ties them; {HEAD} is used", stacklevel=3)
+            c = replace(c, tied=False)
+    return c
+
+
+def _fill(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | torch.device) -> Transformer:
+    """A Transformer with every parameter read. Raises ValueError naming the first tensor that does not fit."""
+    with torch.device("meta"):
+        model = Transformer(c)
+    ours = dict(model.named_parameters())  # a tied head is not among them
+    table = {name: place for name, place in name_table(c).items() if place[0] in ours}
+    _check_names(table, weights.shapes, spare={HEAD} if c.tied else set())
+    for name, (place, rows) in table.items():
+        expected = tuple(ours[place][rows].shape)
+        if weights.shapes[name] != expected:
+            raise ValueError(f"tensor {name} has shape {list(weights.shapes[name])}, but the config makes it {list(expected)}")
+    if c.tied:
+        model.head.weight = None  # or to_empty would allocate it a second time
+    model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    if c.tied:
+        model.head.weight = model.embed.weight
+    ours = dict(model.named_parameters())
+    for name, (place, rows) in table.items():
+        value = weights.tensor(name)
+        if not value.is_floating_point() or value.element_size() < 2:
+            raise ValueError(f"tensor {name} is stored as {str(value.dtype).removeprefix('torch.')}, which is not supported")
+        ours[place][rows].copy_(value)
+    return model
+
+
+def _check_names(table: Mapping, shapes: Mapping, spare: set[str]) -> None:
+    surplus = [n for n in shapes if n not in table and n not in spare and not n.endswith("rotary_emb.inv_freq")]
+    for what, names in (("is missing", [n for n in table if n not in shapes]), ("has no place in this model", surplus)):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise ValueError(f"tensor {names[0]}{more} {what}")
+
+
+def _refuse_pointer(path: Path) -> None:
+    with open(path, "rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise ValueError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull`")

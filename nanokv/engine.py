@@ -1,0 +1,236 @@
+"""Engine: text in, tokens out, and in between a policy deciding what is remembered.
+
+Two ways in. `extend` reads any number of tokens, layer by layer: what a layer's slots hold and the
+new tokens stand side by side in a scratch that lives for this layer only, the new queries attend
+to it, the policy watches, and what is worth keeping moves into the slots. A prompt, a chunk and
+the next turn of a chat are the same call. `decode` is the one-token path: make room, then write,
+attend, observe in place; one static graph for every step.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from .attention import attend_prompt, attend_slots, watch_prompt
+from .model import Transformer
+from .policy import Policy, select, victims
+from .rope import angles, frequencies, turn
+from .slots import Slots
+
+Sample = Callable[[Tensor], Tensor]  # logits [vocab] -> token [1]
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token [1]."""
+    return logits.argmax(-1, keepdim=True)
+
+
+@dataclass
+class Stats:
+    """What one generation cost. Seconds are wall-clock; the first new token belongs to prefill."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    finish_reason: str = "interrupted"  # "stop", "length"; what it says until a generation came to its end
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return (self.new_tokens - 1) / self.decode_s if self.decode_s else 0.0
+
+
+class Engine:
+    """A model, a policy, and the memory between them. One sequence at a time.
+
+    `slots` is the memory, one `Slots` a layer; look, but let the policy do the writing.
+    `chunk`: read texts this many tokens at a time, which bounds the scratch (None: in one piece).
+    """
+
+    def __init__(self, model: Transformer, policy: Policy, chunk: int | None = None, compile: bool = False):
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"a chunk must hold at least 1 token, not {chunk}")
+        c = model.config
+        self.model, self.policy, self.chunk = model, policy, chunk
+        self.like = model.embed.weight  # slots live where the model lives, in its dtype
+        freqs, factor = frequencies(c.rope, c.head_dim, c.max_context)
+        self.freqs, self.scale = freqs.to(self.like.device), factor * c.head_dim**-0.5
+        self.slots: list[Slots] = []
+        self.pending: list[int] = []  # sampled, but not yet read: the last token of a generation
+        self.stats = Stats()
+        self._rows: list[int] = []
+        self._step = torch.compile(self._forward, fullgraph=True) if compile else self._forward
+
+    @property
+    def seen(self) -> int:
+        """Tokens read since the last reset."""
+        return int(self.slots[0].now) if self.slots else 0
+
+    def reset(self, prompt_len: int, max_new: int | None = None) -> None:
+        """Empty the memory and size it for a prompt and the tokens to come (None: no end in sight)."""
+        c, p = self.model.config, self.policy
+        rows = p.plan(c.n_layers, prompt_len, c.max_context - prompt_len if max_new is None else max_new)
+        self.pending = []
+        if rows == self._rows:
+            for kv in self.slots:
+                kv.clear()
+                p.begin(kv)
+            return
+        self.slots, self._rows = [], []  # let the old memory go before the new is taken
+        H, G, D = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
+        for layer, n in enumerate(rows):
+            width = p.width(n, H)
+            kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer)
+            kv.freqs, kv.scale = self.freqs, self.scale
+            p.begin(kv)
+            self.slots.append(kv)
+        self._rows = rows
+
+    # ---- reading a text ----
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Read tokens [S], S >= 1, after whatever was read before -> logits of the last [vocab]."""
+        tokens = torch.as_tensor(tokens, dtype=torch.long, device=self.like.device)
+        if tokens.numel() == 0:
+            raise ValueError("there is no token to read")
+        if not self.slots:
+            self.reset(len(tokens))
+        for piece in tokens.split(self.chunk or len(tokens)):
+            logits = self._read(piece)
+        return logits
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        policy = self.policy
+        pos = self.slots[0].now + torch.arange(len(tokens), device=tokens.device)
+        cos, sin = angles(pos, self.freqs)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self.slots[layer]
+            q = turn(q, cos, sin)
+            text = kv.beside(turn(k, cos, sin), v)
+            out = torch.empty_like(q)
+            for heads, keys, values in text.heads():
+                out[heads] = attend_prompt(q[heads], keys, values, self.scale)
+            self._watch(text, q, pos)
+            kv.fill(text, select(policy, text, kv))
+            policy.settle(kv)
+            return out
+
+        return self.model(tokens, attend)
+
+    def _watch(self, text: Slots, q: Tensor, pos: Tensor) -> None:
+        """Show the policy the last rows of a text, with the attention that they paid if it wants that."""
+        policy, S = self.policy, q.shape[2]
+        if not policy.prompt:
+            return
+        if policy.prompt == "queries":
+            last = slice(max(S - policy.watch, 0), S)
+            return policy.observe(text, q[:, :, last], pos[last], None)
+        runs = [watch_prompt(q[heads], keys, policy.watch, self.scale) for heads, keys, _ in text.heads()]
+        for blocks in zip(*runs):
+            rows = blocks[0][0]
+            if len(blocks) == 1:
+                probs = blocks[0][1]
+            else:  # ragged: every head saw another number of tokens
+                wide = [torch.nn.functional.pad(p, (0, text.width - p.shape[-1])) for _, p in blocks]
+                probs = torch.cat(wide)
+            policy.observe(text, q[:, :, rows], pos[rows], probs)
+
+    # ---- decode ----
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Read the next token [1] in place -> logits [vocab]. (Up to `interval` tokens [S] may take this path.)"""
+        self._make_room(len(tokens))
+        logits = self._step(tokens)
+        for kv in self.slots:
+            kv.room -= len(tokens)
+        return logits
+
+    def _make_room(self, n: int) -> None:
+        """Before the layers run: where the rows are used up, the least worthy go."""
+        policy = self.policy
+        if policy.heads == "adaptive":  # the first overflow moves the heads' borders, through the scratch
+            for kv in self.slots:
+                if kv.room < n and not kv.allotted:
+                    self._divide(kv)
+        tight = [kv for kv in self.slots if kv.room < n]
+        if not tight:
+            return
+        assert all(kv.room == 0 for kv in tight), "tokens must come in steps that divide the interval"
+        for kv, gone in zip(tight, victims(policy, tight, policy.interval)):
+            kv.evict(gone)
+            policy.settle(kv)
+
+    def _divide(self, kv: Slots) -> None:
+        H, D = len(kv.shares), kv.k.shape[-1]
+        none = kv.k.new_empty(H, 0, D)
+        text = kv.beside(none, none)
+        kv.fill(text, select(self.policy, text, kv))
+        self.policy.settle(kv)
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        """The step itself: static shapes, in-place writes, nothing that asks the host."""
+        policy = self.policy
+        pos = self.slots[0].now + torch.arange(len(tokens), device=tokens.device)
+        cos, sin = angles(pos, self.freqs)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv = self.slots[layer]
+            q = turn(q, cos, sin)
+            kv.write(turn(k, cos, sin), v)
+            chosen = policy.read(kv, q)
+            if chosen is None:
+                out, probs = attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
+                probs = kv.by_slot(probs) if policy.step == "probs" else None
+            else:
+                rows, probs = kv.rows(chosen), None
+                live = (kv.pos.gather(1, chosen) >= 0)[:, None]
+                out, _ = attend_slots(q, kv.k[rows], kv.v[rows], live, self.scale)
+            if policy.step:
+                policy.observe(kv, q, pos, probs)
+            return out
+
+        return self.model(tokens, attend)
+
+    # ---- generation ----
+
+    def generate(self, tokens: Sequence[int], max_new: int = 256, sample: Sample = greedy,
+                 stop: Collection[int] = (), fresh: bool = True) -> Iterator[int]:
+        """Read a prompt, then yield up to max_new token ids, ending after one of `stop`.
+
+        fresh: forget what was read before; else go on from it (the next turn). `stats` is filled as it goes.
+        """
+        if max_new < 1:
+            raise ValueError(f"at least 1 new token must be asked for, not {max_new}")
+        self.stats = stats = Stats(prompt_tokens=len(tokens))
+        start = perf_counter()
+        if fresh or not self.slots:
+            self.reset(len(tokens), max_new if fresh else None)
+        unread, self.pending = self.pending, []
+        logits = self.extend([*unread, *tokens])
+        while True:
+            token = sample(logits)
+            self.pending = [int(token)]
+            stats.new_tokens += 1
+            seconds = perf_counter() - start
+            if stats.new_tokens == 1:
+                stats.prefill_s = seconds
+            else:
+                stats.decode_s = seconds - stats.prefill_s
+            ended = self.pending[0] in stop
+            if ended or stats.new_tokens == max_new:
+                stats.finish_reason = "stop" if ended else "length"
+                yield self.pending[0]
+                return
+            yield self.pending[0]
+            logits = self.decode(token)
+            self.pending = []

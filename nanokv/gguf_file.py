@@ -1,0 +1,238 @@
+"""A GGUF file: its metadata, its tensors by their Hugging Face names, its config in config.json's words.
+
+The insight that makes it short: GGUF is another spelling of what a checkpoint directory says.
+Once names, row order and metadata are translated, nothing else in the project knows the format.
+
+The header is read here and not by gguf's own reader, which makes one numpy array per word of the
+vocabulary: two seconds for the smallest model. The formats of the weights are gguf's.
+"""
+
+import mmap
+import re
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # GGUF's value types, as struct spells them
+STRING, ARRAY = 8, 9
+ROPE = "rope_freqs.weight"  # part of the config, not of the weights
+PIECE = 2**18  # elements decoded at a time: stays in the processor's cache
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GGUF:
+    """A memory-mapped GGUF file. Raises ValueError when it is not one, or not all of one.
+
+    metadata: key -> int, float, bool, str, or a list of them.
+    shapes: Hugging Face tensor name -> rows first; a name without a translation stays as it is.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        with open(path, "rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise ValueError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull`")
+            if start[:4] != b"GGUF":
+                raise ValueError(f"{path} is not a GGUF file")
+            if start[4:] not in (b"\2\0\0\0", b"\3\0\0\0"):
+                raise ValueError(f"{path}: only little-endian GGUF of version 2 or 3 is supported")
+            # a private mapping is writable, as torch wants it, and never reaches the file
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            self._tensors = self._read_header()
+        except (struct.error, UnicodeDecodeError, KeyError) as error:
+            raise self._cut_short("its header is damaged or does not end") from error
+        self.shapes = {name: shape for name, (shape, *_) in self._tensors.items() if name != ROPE}
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of a tensor by its Hugging Face name; quantised ones as float32."""
+        from gguf.constants import GGML_QUANT_SIZES
+        from gguf.quants import dequantize
+
+        shape, kind, start, size = self._tensors[name]
+        raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=start)
+        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name)
+        if plain:
+            return self._unpermuted(name, raw.view(plain).view(shape))
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        values, n = torch.empty(shape), max(PIECE // block, 1)
+        try:
+            for out, piece in zip(values.view(-1, block).split(n), raw.view(-1, block_bytes).split(n)):
+                out.copy_(torch.from_numpy(dequantize(piece.reshape(1, -1).numpy(), kind)).view(-1, block))
+        except NotImplementedError as error:
+            raise ValueError(f"tensor {name} is stored as {kind.name}, which is not supported") from error
+        return self._unpermuted(name, values)
+
+    def config(self) -> dict[str, Any]:
+        """The model's shape in the words of a `config.json`. Raises ValueError for what has none."""
+        arch = self._need("general.architecture")
+        if arch not in ("llama", "qwen2", "qwen3"):
+            raise ValueError(f"{self.path}: architecture {arch!r} is not supported; known: llama (and mistral), qwen2, qwen3")
+        if self.metadata.get("split.count", 1) > 1:
+            raise ValueError(f"{self.path} is one part of {self.metadata['split.count']}; join them with llama-gguf-split --merge")
+
+        def get(key: str, default: Any = None) -> Any:
+            return self.metadata.get(f"{arch}.{key}", default)
+
+        if get("expert_count", 0):
+            raise ValueError(f"{self.path} is a mixture of {get('expert_count')} experts, which is not supported")
+        heads, dim = self._need(f"{arch}.attention.head_count"), self._need(f"{arch}.embedding_length")
+        kv_heads = get("attention.head_count_kv", heads)
+        if isinstance(heads, list) or isinstance(kv_heads, list):
+            raise ValueError(f"{self.path} has another number of heads in every layer, which is not supported")
+        head_dim = get("attention.key_length", dim // heads)
+        if get("attention.value_length", head_dim) != head_dim or get("rope.dimension_count", head_dim) != head_dim:
+            raise ValueError(f"{self.path}: keys, values and RoPE must all have {head_dim} dimensions per head")
+        window, context = get("attention.sliding_window"), self._need(f"{arch}.context_length")
+        slides = bool(window) and window < context
+        return {
+            "model_type": arch,
+            "vocab_size": self.shapes.get("model.embed_tokens.weight", (0,))[0],
+            "hidden_size": dim,
+            "num_hidden_layers": self._need(f"{arch}.block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "intermediate_size": self._need(f"{arch}.feed_forward_length"),
+            "rms_norm_eps": self._need(f"{arch}.attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": context,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.shapes,
+            "mlp_bias": "model.layers.0.mlp.down_proj.bias" in self.shapes,
+            "tie_word_embeddings": "lm_head.weight" not in self.shapes,
+            "layer_types": ["sliding_attention"] if slides else None,
+            "rope_parameters": self._rope(get),
+        }
+
+    def _rope(self, get: Callable[..., Any]) -> Mapping:
+        """The RoPE rule, as config.json's `rope_parameters`."""
+        rope = {"rope_theta": get("rope.freq_base")} if get("rope.freq_base") else {}
+        kind = get("rope.scaling.type", "linear" if get("rope.scale_linear") else "none")
+        if ROPE in self._tensors:
+            if kind != "none":
+                raise ValueError(f"{self.path} has both {ROPE} and rope scaling {kind!r}; only one is supported")
+            return rope | {"rope_type": "factors", "factors": self.tensor(ROPE).tolist()}
+        if kind == "none":
+            return rope
+        if kind not in ("linear", "yarn"):
+            raise ValueError(f"{self.path}: rope scaling {kind!r} is not supported; known: none, linear, yarn")
+        if get("rope.scaling.attn_factor", 1.0) != 1.0 or get("rope.scaling.yarn_log_multiplier", 0.0) != 0.0:
+            raise ValueError(f"{self.path} scales RoPE with an attention factor of its own, which is not supported")
+        rope |= {"rope_type": kind, "factor": get("rope.scaling.factor", get("rope.scale_linear"))}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+            rope |= {f"beta_{end}": get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
+        return rope
+
+    def _unpermuted(self, name: str, x: Tensor) -> Tensor:
+        """Undo the row order of llama files: they keep RoPE's pairs (2i, 2i + 1), Hugging Face (i, i + D/2)."""
+        if self.metadata.get("general.architecture") != "llama" or not re.search(r"\.[qk]_proj\.", name):
+            return x
+        heads = self._need("llama.attention.head_count")
+        head_dim = self.metadata.get("llama.attention.key_length", self._need("llama.embedding_length") // heads)
+        return x.view(-1, head_dim // 2, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+    def _need(self, key: str) -> Any:
+        if key not in self.metadata:
+            raise ValueError(f"{self.path} does not give {key}")
+        return self.metadata[key]
+
+    def _read_header(self) -> dict[str, tuple]:
+        """Fill `metadata`; return Hugging Face name -> (shape, type, first byte, bytes)."""
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        reader = _Reader(self._bytes, 8)
+        n_tensors, n_keys = reader.scalars("Q", 2)
+        for _ in range(n_keys):
+            key = reader.string()
+            self.metadata[key] = reader.value(reader.scalar("I"))
+        found = {}
+        for _ in range(n_tensors):
+            name = reader.string()
+            shape = tuple(reversed(reader.scalars("Q", reader.scalar("I"))))  # GGUF counts columns first
+            found[name] = shape, reader.scalar("I"), reader.scalar("Q")
+        align = self.metadata.get("general.alignment", 32)
+        base = -(-reader.at // align) * align
+        tensors = {}
+        for name, (shape, number, offset) in found.items():
+            try:
+                kind = GGMLQuantizationType(number)
+            except ValueError:
+                raise ValueError(f"{self.path}: {name} has the unknown storage type {number}") from None
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            size = torch.Size(shape).numel() // block * block_bytes
+            if base + offset + size > len(self._bytes):
+                raise self._cut_short(f"{name} ends at byte {base + offset + size:,}")
+            tensors[hugging_face_name(name)] = shape, kind, base + offset, size
+        return tensors
+
+    def _cut_short(self, why: str) -> ValueError:
+        return ValueError(f"{self.path} is cut short at {len(self._bytes):,} bytes ({why}); download it again")
+
+
+class _Reader:
+    """A place in a GGUF header that moves on as it is read. Raises struct.error past the end."""
+
+    def __init__(self, data: mmap.mmap, at: int):
+        self.data, self.at = data, at
+
+    def scalars(self, code: str, n: int) -> tuple:
+        format = f"<{n}{code}"
+        values = struct.unpack_from(format, self.data, self.at)
+        self.at += struct.calcsize(format)
+        return values
+
+    def scalar(self, code: str) -> Any:
+        return self.scalars(code, 1)[0]
+
+    def string(self) -> str:
+        (size,) = struct.unpack_from("<Q", self.data, self.at)
+        start, self.at = self.at + 8, self.at + 8 + size
+        if self.at > len(self.data):
+            raise struct.error("a text runs past the end of the file")
+        return self.data[start : self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        kind, n = self.scalar("I"), self.scalar("Q")
+        if kind == STRING:
+            return [self.string() for _ in range(n)]
+        return list(self.scalars(SCALARS[kind], n))
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """All metadata of a GGUF file: numbers, bools, strings, lists of them."""
+    return GGUF(path).metadata
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; unknown names unchanged."""
+    match = re.fullmatch(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if not match or match[3] not in NAMES:
+        return name
+    layer = f"model.layers.{match[2]}." if match[1] else ""
+    return f"{layer}{NAMES[match[3]]}.{match[4]}"
