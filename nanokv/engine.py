@@ -104,7 +104,20 @@ class Engine:
         if not self.slots:
             self.reset(len(tokens))
         for piece in tokens.split(self.chunk or len(tokens)):
-            logits = self._read(piece)
+            if self.policy.shared and len(piece) > self.slots[0].room:
+                logits = self._read_in_steps(piece)
+            else:
+                logits = self._read(piece)
+        return logits
+
+    def _read_in_steps(self, tokens: Tensor) -> Tensor:
+        """Read by the decode path, as many tokens at a time as there is room for: all layers evict together."""
+        while len(tokens):
+            n = self.slots[0].room or self.policy.interval
+            self._make_room(min(n, len(tokens)))
+            logits = self._forward(tokens[:n], reading=True)
+            self._took(len(tokens[:n]))
+            tokens = tokens[n:]
         return logits
 
     def _read(self, tokens: Tensor) -> Tensor:
@@ -151,9 +164,12 @@ class Engine:
         """Read the next token [1] in place -> logits [vocab]. (Up to `interval` tokens [S] may take this path.)"""
         self._make_room(len(tokens))
         logits = self._step(tokens)
-        for kv in self.slots:
-            kv.room -= len(tokens)
+        self._took(len(tokens))
         return logits
+
+    def _took(self, n: int) -> None:
+        for kv in self.slots:
+            kv.room -= n
 
     def _make_room(self, n: int) -> None:
         """Before the layers run: where the rows are used up, the least worthy go."""
@@ -177,7 +193,7 @@ class Engine:
         kv.fill(text, select(self.policy, text, kv))
         self.policy.settle(kv)
 
-    def _forward(self, tokens: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""
         policy = self.policy
         pos = self.slots[0].now + torch.arange(len(tokens), device=tokens.device)
@@ -195,7 +211,7 @@ class Engine:
                 rows, probs = kv.rows(chosen), None
                 live = (kv.pos.gather(1, chosen) >= 0)[:, None]
                 out, _ = attend_slots(q, kv.k[rows], kv.v[rows], live, self.scale)
-            if policy.step:
+            if policy.step or reading and policy.prompt == "queries":
                 policy.observe(kv, q, pos, probs)
             return out
 

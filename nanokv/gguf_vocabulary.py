@@ -11,6 +11,7 @@ Where readers of GGUF files disagree, this one follows the model's original toke
   (5.24) leaves the digits' rule out, and disagrees where two spaces stand before a number
   (`a  1`: it splits the spaces) and on numbers outside ASCII after a space.
 - qwen2: the text is brought to Unicode's NFC first; llama.cpp does not.
+- default: read as GPT-2's rule; llama.cpp has one of its own for it.
 A byte that the vocabulary has no token for is dropped, as in the original: SmolLM2 has none for
 a few ASCII control codes and for the planes of Unicode without characters.
 """

@@ -70,23 +70,27 @@ def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, 
     rows = policy.plan(c.n_layers, prompt_len, max_new)
     S = min(chunk or prompt_len, prompt_len)
     held = min(max(rows), prompt_len - S)  # what the widest layer holds when the last chunk comes
+    if policy.shared and held + S > min(rows):  # then the slots are filled by the decode path
+        S, held = min(S, min(rows)), 0
     H, D, T = c.n_kv_heads, c.head_dim, held + S
     scratch = H * T * (2 * D * itemsize + _slot_bytes(c, policy, itemsize))
-    return Prefill(
-        pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), *_widest(c, policy, S, T, itemsize, scratch)
-    )
+    widest = _widest(c, policy, min(rows), S, T, itemsize, scratch)
+    return Prefill(pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), *widest)
 
 
-def _widest(c: ModelConfig, policy: Policy, S: int, T: int, itemsize: int, scratch: int) -> tuple[int, int]:
+def _widest(c: ModelConfig, policy: Policy, rows: int, S: int, T: int, itemsize: int, scratch: int) -> tuple[int, int]:
     """(scratch, activations) at the moment of a layer that takes most: S new tokens among T."""
     heads, D = c.n_heads, c.head_dim
     x, q = S * c.dim * itemsize, S * heads * D * itemsize
+    cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
     always = x + 2 * S * D * 4 + 2 * S * 8  # the residual, cosine and sine in float32, ids and positions
     projected = x + S * (heads + 2 * c.n_kv_heads) * D * itemsize  # the normed residual and what it became
-    turning = always + projected + 3 * S * heads * D * 4  # two float32 products and their sum
-    mask = min(S, ROWS) * T * (itemsize + 1) if T > S else 0
-    watched = min(S, policy.watch, WATCHED) * heads * T * (8 if itemsize == 4 else 8 + itemsize) if policy.prompt == "probs" else 0
-    ranked = c.n_kv_heads * T * RANKING if T > min(policy.budget or T, T) else 0
-    attending = always + projected + 2 * q + max(q + mask, watched, ranked)
-    wide = min(S, MLP_ROWS) * (2 * c.dim + 4 * c.ffn_dim) * itemsize
+    turning = always + projected + S * heads * D * (3 * 4 + cast)  # two float32 products and their sum
+    masks = itemsize * (2 if S > ROWS else 1) + 1  # a block's, while the one before still lives; and where it is dark
+    answer = q if T == S else q + min(S, ROWS) * (heads * D * itemsize + T * masks)
+    seen = min(S, policy.watch, WATCHED) if policy.prompt == "probs" else 0
+    watched = seen * heads * T * (8 + cast)  # logits and probabilities
+    ranked = c.n_kv_heads * T * RANKING if T > rows else 0
+    attending = always + projected + 2 * q + max(answer, watched, ranked)
+    wide = min(S, MLP_ROWS) * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
     return max((0, turning), (scratch, attending), (0, always + x + wide), key=sum)

@@ -78,6 +78,11 @@ class Policy:
         return type(self).__module__.rpartition(".")[2]
 
     @property
+    def note(self) -> str:
+        """What a user should be told once before it runs, or nothing."""
+        return ""
+
+    @property
     def watch(self) -> int:
         """How many of the last queries of a text observe() is shown. Up to 128 come in one call."""
         return ALL

@@ -61,9 +61,7 @@ class Sampler:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """logits [vocab] -> [valid vocab] float32: 0 where filtered, else in proportion to the chance."""
-        logits = logits[: self.valid_vocab].float()
-        # from the largest down, so that no temperature, however low, makes an infinity of it
-        logits = (logits - logits.max()) / max(self.temperature, 1e-30)
+        logits = logits[: self.valid_vocab].float() / max(self.temperature, 1e-30)  # float32 calls less 0
         if self.top_k or self.top_p < 1:
             logits = self._likeliest(logits)
         p = logits.softmax(-1)

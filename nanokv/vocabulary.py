@@ -75,7 +75,7 @@ class Vocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes an id stands for: none for a special one, and none for a padded logit's."""
-        if token in self._hidden:
+        if token in self._hidden or not 0 <= token < self.size:
             return b""
         return self._added[token] if token in self._added else self._spelled(token)
 
@@ -144,7 +144,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     def __init__(self, model: "SentencePieceProcessor", added: dict[str, int], special: set[int]):
         """added: strings whose ids lie beyond the model's own pieces; special: those that print nothing."""
-        self._model, n = model, model.get_piece_size()
+        self._model = model
+        self._n_pieces = n = model.get_piece_size()
         own = {model.id_to_piece(i): i for i in range(n) if model.is_control(i)}
         hidden = special | set(own.values()) | {i for i in range(n) if model.is_unknown(i)}
         super().__init__(own | added, hidden, {i: s for s, i in added.items()})
@@ -155,4 +156,4 @@ class SentencePieceVocabulary(Vocabulary):
         return self._model.encode(text)
 
     def _spelled(self, token: int) -> bytes:
-        return piece_bytes(self._model.id_to_piece(token)) if token < self._model.get_piece_size() else b""
+        return piece_bytes(self._model.id_to_piece(token)) if token < self._n_pieces else b""

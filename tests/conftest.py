@@ -23,7 +23,7 @@ def tiny(seed: int = 0, **shape) -> Transformer:
 
 
 # Dials in the size of a tiny test; a policy takes those that it has.
-SMALL = {"sink": 2, "interval": 1}
+SMALL = {"sink": 2, "window": 3, "recent": 2, "interval": 1, "history": 11, "kernel": 3, "page": 4, "dense": 1}
 
 
 def fields(name: str) -> set[str]:

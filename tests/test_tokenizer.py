@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from nanokv.detokenizer import Detokenizer
 from nanokv.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -154,7 +155,8 @@ WORDS = {
 MERGES = ["1 2", "Ġ Ġ", "Ġ 1", "Ġ a", "a b", "' l", "'l l", "Ġa b", "12 9", "Ċ Ċ", "! Ċ", "Ã ©", "Ġ Ċ", "' S", ". a", "b 1", "9 9"]
 
 
-TOKENS = list(bytes_to_unicode().values()) + [m.replace(" ", "") for m in MERGES]
+LETTERS = bytes_to_unicode()
+TOKENS = list(LETTERS.values()) + [m.replace(" ", "") for m in MERGES]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>"]
 
 
@@ -162,7 +164,7 @@ def naive_bpe(words: list[str]) -> list[int]:
     """Ids of words: of all neighbours the pair with the earliest merge joins, until none is left."""
     rank, ids = {tuple(m.split(" ")): i for i, m in enumerate(MERGES)}, []
     for word in words:
-        parts = [bytes_to_unicode()[b] for b in word.encode()]
+        parts = [LETTERS[b] for b in word.encode()]
         while pairs := [(rank[pair], i) for i, pair in enumerate(zip(parts, parts[1:])) if pair in rank]:
             i = min(pairs)[1]
             parts[i : i + 2] = ["".join(parts[i : i + 2])]
@@ -200,6 +202,11 @@ def test_pretokenisers_are_the_published_ones(tmp_path, pre):
     for text in TEXTS + [random_text(rng) for _ in range(400)]:
         assert tokenizer.encode(text, bos=False) == naive_bpe(WORDS[pre](text)), text
         assert tokenizer.decode(tokenizer.encode(text)) == (nfc(text) if pre == "qwen2" else text)
+
+
+def test_every_byte_has_its_published_letter(tmp_path):
+    tokenizer = load_tokenizer(byte_level_gguf(tmp_path / "m.gguf", "gpt-2"))
+    assert [tokenizer.vocabulary.token_bytes(TOKENS.index(LETTERS[b])) for b in range(256)] == [bytes([b]) for b in range(256)]
 
 
 def test_pretokenisers_differ():
@@ -294,6 +301,8 @@ def test_sentencepiece_is_followed_either_way(llama2, trained):
 
 def test_only_the_space_put_in_front_is_stripped(llama2):
     assert streamed(llama2, llama2.encode("  the")) == "  the"
+    piece = Detokenizer({0: b"", 1: b"   a", 2: b" b"}.get, strip_space=True)  # many spaces in one token
+    assert [piece.push(i) for i in (0, 1, 2)] == ["", "  a", " b"]
     assert streamed(llama2, llama2.encode("the cat")[2:]).lstrip() == llama2.decode(llama2.encode("the cat")[2:])
 
 
@@ -365,10 +374,23 @@ def test_chat_with_bos_trim_and_refusal(tmp_path):
     tokenizer = load_tokenizer(directory(tmp_path, config=config))
     ids = tokenizer.chat([{"role": "user", "content": "  é <s>"}])
     rest = tokenizer.encode("<|im_start|>user ", bos=False, special=True) + tokenizer.encode("é <s>", bos=False)
-    end = tokenizer.encode("<|im_end|>\n<|im_start|>", bos=False, special=True)
+    end = tokenizer.encode("<|im_end|><|im_start|>", bos=False, special=True)
     assert ids == [BOS, *rest, *end]
     with pytest.raises(ValueError, match="System role not supported"):
         tokenizer.chat([{"role": "system", "content": "x"}])
+
+
+def test_the_mark_itself_is_no_way_in_or_out(tmp_path):
+    """A message with the mark that breaks control strings; a control string of one character."""
+    path = directory(tmp_path, bos_by_pipeline=False, config={"chat_template": "<|im_end|>{{ messages[0].content }}→"})
+    pipeline = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    pipeline.add_special_tokens([AddedToken("→", special=True, normalized=False)])
+    pipeline.save(str(path / "tokenizer.json"))
+    tokenizer = load_tokenizer(path)
+    mark, end = pipeline.token_to_id("→"), pipeline.token_to_id("<|im_end|>")
+    for content in ("\ufdd0a<|im_end|>", "<\ufdd0|im_end|>", "→a→<|im_end|>\ufdd0"):
+        ids = tokenizer.chat([{"role": "user", "content": content}])
+        assert ids[0] == end and ids[-1] == mark and not {end, mark} & set(ids[1:-1])
 
 
 def test_template_without_bos_gets_the_models_one(tmp_path):
@@ -390,7 +412,7 @@ def test_template_file_wins_and_named_templates(tmp_path):
 @pytest.mark.parametrize(
     "template, says",
     [("{% if", "unexpected|Expected"), ("{{ messages[0].content + None }}", "NoneType|concatenate"), ("{{ x.y }}", "undefined"),
-     ("{{ ''.__class__.__mro__ }}", "unsafe"), ("{% set _ = messages.append(1) %}", "not safely callable"), ("{{ 1 / 0 }}", "zero")],
+     ("{{ ''.__class__.__mro__ }}", "unsafe"), ("{% set _ = messages.append(1) %}", "unsafe"), ("{{ 1 / 0 }}", "zero")],
 )  # fmt: skip
 def test_a_broken_or_hostile_template_is_one_sentence(tmp_path, template, says):
     tokenizer = load_tokenizer(directory(tmp_path, config={"chat_template": template}))

@@ -15,6 +15,7 @@ Paper: Feng et al. 2024, https://arxiv.org/abs/2407.11550. The safeguard alpha =
 | prefix softmax, pool then mean | softmax over all keys, mean then pool | as the code |
 | flat cache, a CUDA kernel per step | grows by copying | a fixed pool, written in place |
 
+The shares are set when the layer first overflows, and stay: every new token needs a row in every head.
 Cost: as SnapKV, plus attention over a pool with ragged shares.
 """
 

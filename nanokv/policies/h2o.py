@@ -9,11 +9,12 @@ Paper: Zhang et al. 2023, https://arxiv.org/abs/2306.14048. H heavy + R recent =
 | paper | official code (real drop) | here |
 |---|---|---|
 | k heavy + k recent | H + R kept, H + R + 1 attended | budget = H + R + 1; `window` = R, half by default |
-| evict at every step, prompt too | exact prompt, then one choice | as the code |
+| evicts at every step, the prompt's too | exact prompt, then one choice | as the code; the token leaving the window competes |
 | MHA | crashes on grouped queries | `group`: sum over the group; mean ranks alike; max compares each query head's own sum |
-| - | sums in the model's dtype: stall in half precision | float32 |
+| - | sums in the model's dtype: they stall in half precision | float32 |
+| sinks stay because they are heavy | as the paper | `sink` 0 by default |
 
-Early tokens have more summands: that is the method. The average instead was tried by its authors, and was worse.
+Early tokens have more summands: that is the method. Its authors tried the average, and it was worse.
 Cost: the prompt's attention once more, block by block; 4 bytes a slot.
 """
 
@@ -29,7 +30,7 @@ from ..slots import Shapes, Slots
 
 @dataclass(frozen=True)
 class H2O(Scoring):
-    window: int | None = None  # None: half of what the token being decoded leaves
+    window: int | None = None  # None: half of what sinks and the tokens to come leave
     group: str = "sum"  # or "mean", "max": over the query heads that share a KV head
 
     prompt: ClassVar[str] = "probs"
@@ -37,8 +38,8 @@ class H2O(Scoring):
 
     def __post_init__(self) -> None:
         if self.window is None:
-            self._whole(budget=1)
-            object.__setattr__(self, "window", (self.budget - 1) // 2)
+            self._whole(budget=1, sink=0, interval=1)
+            object.__setattr__(self, "window", max(self.budget - self.sink - self.interval, 0) // 2)
         self._one_of("group", "sum", "mean", "max")
         super().__post_init__()
 
@@ -48,7 +49,7 @@ class H2O(Scoring):
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
         received, K = probs.sum(2), probs.shape[-1]  # [H, G, K]
         if self.group == "max":
-            received = received.transpose(1, 2)
+            received = received.mT
         else:
             received = received.sum(1) if self.group == "sum" else received.mean(1)
         kv.marks["mass"][:, :K] += received

@@ -9,12 +9,11 @@ Paper: Tang et al. 2024, https://arxiv.org/abs/2406.10774. Page size = page, tok
 
 | paper | official code | here |
 |---|---|---|
-| top budget / page pages per query head | CUDA: current page always, estimate not computed | current page always, the best of the rest |
-| MHA | per query head | one set per KV head: `group` sum (or max) of the bounds over its queries |
-| - | the first two layers dense | `dense` 2 |
+| top budget / page pages | CUDA: the current page always, the best of the others; evaluation: it competes | as the CUDA code |
+| MHA | pages per query head | one set per KV head: `group` sum (or max) of the bounds over its queries |
+| first two layers dense | evaluation counts layers down from 32 | `dense` 2 |
 | - | evaluation: sparse even if all fits | dense while the pages fit the budget |
 
-The bound of a group's sum is two products: max(q m, q M) summed = relu(q) M + min(q, 0) m.
 Cost: 1/page of the keys' reads for the boxes, then budget rows gathered and read.
 """
 
@@ -30,11 +29,10 @@ from .full import Full
 
 @dataclass(frozen=True)
 class Quest(Full):
-    budget: int = 1024
+    budget: int = 1024  # tokens read per head and step
     page: int = 16
-    dense: int = 2
-    group: str = "sum"
-
+    dense: int = 2  # so many first layers read everything
+    group: str = "sum"  # or "max": over the query heads that share a KV head
     step: ClassVar[str] = "queries"
 
     def __post_init__(self) -> None:
@@ -43,6 +41,10 @@ class Quest(Full):
         if self.page > self.budget:
             raise ValueError(f"a budget of {self.budget} tokens holds no page of {self.page}")
 
+    @property
+    def note(self) -> str:
+        return f"quest keeps every token: its budget of {self.budget} bounds what a step reads, not what is stored"
+
     def plan(self, n_layers: int, prompt_len: int, max_new: int) -> list[int]:
         return [-(-(prompt_len + max_new) // self.page) * self.page] * n_layers
 
@@ -50,30 +52,29 @@ class Quest(Full):
         return {"low": ((H, N // self.page, D), None), "high": ((H, N // self.page, D), None)}
 
     def settle(self, kv: Slots) -> None:
-        pages = kv.keys.unflatten(1, (-1, self.page))  # [H, P, page, D]; slot = position, nothing was ever evicted
-        live = kv.live.unflatten(1, (-1, self.page))[..., None]
-        used = live.any(2)
-        kv.state["low"].copy_(pages.masked_fill(~live, torch.inf).amin(2).masked_fill_(~used, 0))
-        kv.state["high"].copy_(pages.masked_fill(~live, -torch.inf).amax(2).masked_fill_(~used, 0))
+        """A text was read: box its pages. Slot = position, for nothing is evicted; a page not begun is never read."""
+        pages, here = kv.keys.unflatten(1, (-1, self.page)), (kv.now - 1) // self.page  # [H, P, page, D]
+        last, empty = pages.index_select(1, here), torch.arange(self.page, device=here.device) > (kv.now - 1) % self.page
+        for box, extreme, outside in ((kv.state["low"], torch.amin, torch.inf), (kv.state["high"], torch.amax, -torch.inf)):
+            extreme(pages, 2, out=box)
+            box.index_copy_(1, here, extreme(last.masked_fill(empty[:, None], outside), 2))
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor | None) -> None:
-        key, page = kv.keys.index_select(1, pos), pos // self.page
-        first = pos % self.page == 0
-        for name, wider in (("low", torch.minimum), ("high", torch.maximum)):
-            box = kv.state[name]
-            box.index_copy_(1, page, torch.where(first, key, wider(box.index_select(1, page), key)))
+        key, here = kv.keys.index_select(1, pos), pos // self.page  # a step's key widens the box of its page, or begins one
+        for box, wider in ((kv.state["low"], torch.minimum), (kv.state["high"], torch.maximum)):
+            box.index_copy_(1, here, torch.where(pos % self.page == 0, key, wider(box.index_select(1, here), key)))
+
+    def bound(self, kv: Slots, q: Tensor) -> Tensor:
+        """What no key of a page [H, P] exceeds in its product with q [H, G, 1, D]: max(q low, q high), summed over D."""
+        q, low, high = q[:, :, 0].float(), kv.state["low"].float(), kv.state["high"].float()
+        bound = q.relu() @ high.mT + q.clamp(max=0) @ low.mT  # [H, G, P]
+        return bound.sum(1) if self.group == "sum" else bound.amax(1)
 
     def read(self, kv: Slots, q: Tensor) -> Tensor | None:
-        low, high = kv.state["low"], kv.state["high"]
-        top = self.budget // self.page
-        if kv.layer < self.dense or top >= low.shape[1]:
+        top, pages = self.budget // self.page, kv.width // self.page
+        if kv.layer < self.dense or top >= pages:
             return None
-        here = (kv.now - 1) // self.page  # the page being written
-        q = q[:, :, 0].float()  # [H, G, D]
-        q = q if self.group == "max" else torch.cat((q.relu().sum(1, keepdim=True), q.clamp(max=0).sum(1, keepdim=True)), 1)
-        up, down = (q.relu(), q.clamp(max=0)) if self.group == "max" else (q[:, :1], q[:, 1:])
-        bound = (up @ high.float().mT + down @ low.float().mT).amax(1)  # [H, P]
-        page = torch.arange(low.shape[1], device=q.device)
-        bound = bound.masked_fill(page > here, -torch.inf).masked_fill(page == here, torch.inf)
-        chosen = bound.topk(top, dim=1).indices
-        return (chosen[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(1)
+        here, page = (kv.now - 1) // self.page, torch.arange(pages, device=q.device)
+        bound = self.bound(kv, q).masked_fill(page > here, -torch.inf).masked_fill(page == here, torch.inf)
+        best = bound.argsort(dim=1, descending=True, stable=True)[:, :top]  # of equals the older
+        return (best[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(1)

@@ -5,18 +5,18 @@ of those `window` rows is a vote for each earlier token; pooling lets the neighb
 survive with it, so a number is kept whole and not as its first digit. The pooling decides more
 than the evidence: max 7 finds needles at budgets where average 5 finds next to none.
 
-Paper: Li et al. 2024, https://arxiv.org/abs/2404.14469. w = window, kernel = pooling width.
+Paper: Li et al. 2024, https://arxiv.org/abs/2404.14469. w = window; its capacity C = budget - interval.
 
 | paper | official code | here |
 |---|---|---|
-| softmax over all keys, sum of w rows, pool, top-k | the same, per query head, G x the memory | softmax, mean of w rows, `group` mean or max, pool: per KV head, float32 |
-| LongBench: w 32, max 7 | avg 5 | `window` 32, `kernel` 7, `pooling` max or avg |
+| softmax over all keys, sum of w rows, pool, top-k | the same, per query head: G x the memory | softmax, mean of w rows, `group` mean or max, pool; per KV head, float32 |
+| LongBench: w 32, max 7 | w 64, avg 5 | `window` 32, `kernel` 7, `pooling` max or avg |
 | the answer is never evicted | the cache grows again | hard budget: see below |
 | one prompt | any longer call is a new prompt | a later turn's last rows vote over all that is live |
 
-Under a hard budget the window's own tokens rank above all votes; the least-voted pick makes room for a
-new token until the prompt is down to `prompt_share` of the rows, from then on the oldest generated
-token does (with interval m, m at a time). The newest `recent` tokens are protected.
+Under a hard budget the window's own tokens rank above all votes. The least-voted token makes room
+for a new one until those with votes are down to `prompt_share` of the rows; from then on the oldest
+generated token does (with interval m: m at a time). The newest `recent` are protected.
 Cost: w rows of attention once more; nothing while decoding.
 """
 
@@ -34,22 +34,28 @@ from ..slots import Shapes, Slots
 
 @dataclass(frozen=True)
 class SnapKV(Scoring):
-    window: int = 32
-    recent: int = 16
+    window: int | None = None  # None: 32, or half the budget where that is less
+    recent: int | None = None  # None: 16, or the window where that is less
     kernel: int = 7
-    pooling: str = "max"
-    group: str = "mean"
+    pooling: str = "max"  # or "avg"
+    group: str = "mean"  # or "max": over the query heads that share a KV head
     prompt_share: float = 0.5
 
     prompt: ClassVar[str] = "probs"
 
     def __post_init__(self) -> None:
+        self._whole(budget=1)
+        if self.window is None:
+            object.__setattr__(self, "window", max(min(32, self.budget // 2), 1))
+        if self.recent is None:
+            object.__setattr__(self, "recent", min(16, self.window))
         self._whole(window=1, recent=0, kernel=1)
         self._one_of("pooling", "max", "avg")
         self._one_of("group", "mean", "max")
-        if self.window > WATCHED or self.kernel % 2 == 0 or not 0 <= self.prompt_share <= 1:
-            raise ValueError(f"window must be at most {WATCHED}, kernel odd, prompt_share between 0 and 1; "
-                             f"not {self.window}, {self.kernel}, {self.prompt_share}")
+        if not self.recent <= self.window <= WATCHED:
+            raise ValueError(f"window must be from recent, {self.recent}, to {WATCHED}, not {self.window}")
+        if self.kernel % 2 == 0 or not 0 <= self.prompt_share <= 1:
+            raise ValueError(f"kernel must be odd, prompt_share from 0 to 1; not {self.kernel}, {self.prompt_share}")
         super().__post_init__()
 
     @property
@@ -60,19 +66,15 @@ class SnapKV(Scoring):
         return {"votes": FLOAT}
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
-        votes = probs.mean(2)  # [H, G, T]
-        votes = votes.mean(1) if self.group == "mean" else votes.amax(1)
+        votes = probs.mean((1, 2)) if self.group == "mean" else probs.mean(2).amax(1)  # [H, T]
         voters = (kv.pos >= pos[0]) | ~kv.live  # the pool runs over the prefix alone
-        if self.pooling == "max":
-            votes = F.max_pool1d(votes.masked_fill(voters, -torch.inf), self.kernel, 1, self.kernel // 2)
-        else:
-            votes = F.avg_pool1d(votes.masked_fill(voters, 0), self.kernel, 1, self.kernel // 2)
-        least = torch.finfo(torch.float32).tiny  # 0 is the mark of a generated token
-        kv.marks["votes"].copy_(votes.clamp(min=least).masked_fill(voters, 2.0))
+        pool, outside = (F.max_pool1d, -torch.inf) if self.pooling == "max" else (F.avg_pool1d, 0)
+        votes = pool(votes.masked_fill(voters, outside), self.kernel, 1, self.kernel // 2)
+        kv.marks["votes"].copy_(votes.clamp(min=1e-37).masked_fill(voters, 2.0))  # 0: a generated token
 
     def score(self, kv: Slots) -> Tensor:
         votes = kv.marks["votes"]
         generated = votes == 0
-        prompt = (~generated & kv.live).sum(1, keepdim=True)
-        crowded = prompt > self.prompt_share * kv.caps[:, None]
-        return torch.where(generated, torch.where(crowded, 3.0, (kv.pos - kv.now).float()), votes)
+        crowded = (~generated & kv.live).sum(1, keepdim=True) > self.prompt_share * kv.caps[:, None]  # [H, 1]
+        last = torch.where(crowded, -3, kv.now)  # the oldest generated token goes after all votes, or before
+        return torch.where(generated, (kv.pos - last).float(), votes)

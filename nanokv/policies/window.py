@@ -30,5 +30,9 @@ class Window(Policy):
     sink: int = 0
     interval: int = 1
 
+    @property
+    def note(self) -> str:
+        return "" if self.sink else "window: without sinks most models lose their footing once the first token goes (--sink 4)"
+
     def score(self, kv: Slots) -> Tensor:
         return kv.pos

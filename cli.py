@@ -1,0 +1,292 @@
+"""The front door: a prompt in, text out, and not one byte on stdout that is not the answer.
+
+The insight that keeps it short: a run is described once, as the dictionary that `--json` prints;
+the line of statistics is the same dictionary read aloud. What a user can get wrong (an option, a
+dial, the prompt) is checked before the weights are read, and torch is imported after that.
+
+Exit codes: 0, 1 (a file or the machine), 2 (the command line), 130 (Ctrl-C).
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import nanokv
+from nanokv.options import Parser, UsageError, add_memory_options, policy_asked, positive, usage
+
+if TYPE_CHECKING:  # these cost seconds of importing torch: only once there is something to run
+    from nanokv.engine import Engine
+    from nanokv.sample import Sampler
+    from nanokv.tokenizer import Tokenizer
+
+
+def parser() -> Parser:
+    p = Parser("nanokv", nanokv.__doc__)
+    add = p.add_argument
+    add("prompt", nargs="?", help="what to answer; - or a pipe: standard input (its last newline is left away)")
+    add("-p", "--prompt", dest="prompt_option", metavar="PROMPT", help="the same, for a prompt that begins with a dash: --prompt=-x")
+    add("-f", "--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 text file")
+    add("-sys", "--system", metavar="TEXT", help="the system message")
+    add("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
+    add("-m", "--model", default="smollm2-135m", help="a name, a directory with config.json, or a .gguf file (default: %(default)s)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--threads", type=positive, metavar="N", help="CPU threads")
+    add_memory_options(p)
+
+    answer = p.add_argument_group("answer")
+    answer.add_argument("-n", "--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
+    answer.add_argument("-t", "--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+    answer.add_argument("--top-k", type=int, default=0, metavar="N", help="of the N likeliest tokens (0: all)")
+    answer.add_argument("--top-p", type=float, default=1.0, metavar="X", help="of the likeliest that hold this share (1: all)")
+    answer.add_argument("--min-p", type=float, default=0.0, metavar="X", help="of those X times as likely as the likeliest (0: all)")
+    answer.add_argument("-s", "--seed", type=int, metavar="N", help="drawn and printed unless given")
+    answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    answer.add_argument("--ignore-eos", action="store_true", help="go on when the model would end")
+
+    output = p.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object instead of a stream of text")
+    shown = output.add_mutually_exclusive_group()
+    shown.add_argument("--stats", action="store_true", help="statistics on stderr, even if it is no terminal")
+    shown.add_argument("--quiet", action="store_true", help="neither statistics nor notes on stderr")
+    output.add_argument("--policies", action="store_true", help="list the policies with their dials and papers")
+    output.add_argument("--debug", action="store_true", help="show where an error came from")
+    output.add_argument("--version", action="version", version=f"nanokv {nanokv.__version__}")
+    return p
+
+
+# ---- what the user asks for ----
+
+
+def prompt_text(o: argparse.Namespace) -> str:
+    """The prompt, from whichever one place it was given at."""
+    given = [o.prompt, o.prompt_option, o.prompt_file]
+    if sum(x is not None for x in given) > 1:
+        raise UsageError("the prompt was given twice: give it as an argument, with --prompt, or with --prompt-file")
+    text = o.prompt if o.prompt_option is None else o.prompt_option
+    piped = sys.stdin is not None and not sys.stdin.isatty()
+    if text is None and o.prompt_file is None and not piped:
+        raise UsageError("there is no prompt: give it as an argument, with --prompt-file, or through a pipe (see --help)")
+    if o.prompt_file not in (None, "-"):
+        with open(o.prompt_file, "rb") as file:
+            text = decoded(file.read(), o.prompt_file)
+    elif text in (None, "-"):
+        text = decoded(sys.stdin.buffer.read(), "standard input")
+    for what, words in (("prompt", text), ("system message", o.system or "")):
+        if any("\ud800" <= c <= "\udfff" for c in words):  # what Python makes of arguments that are not UTF-8
+            raise UsageError(f"the {what} is not UTF-8")
+    if not text:
+        raise UsageError("the prompt is empty")
+    return text
+
+
+def decoded(data: bytes, source: str) -> str:
+    """A text without its byte order mark and its last newline. UsageError names the first bad byte."""
+    try:
+        return re.sub(r"\r?\n\Z", "", data.decode().removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
+
+
+def prompt_ids(o: argparse.Namespace, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+    """The prompt's tokens: through the chat template where the model has one, unless --raw."""
+    chat = tokenizer.chat_template is not None and not o.raw
+    if o.system is not None and not chat:
+        raise UsageError("--system needs a chat template: " + ("it does not go with --raw" if o.raw else f"{o.model} has none"))
+    if chat:
+        system = [] if o.system is None else [{"role": "system", "content": o.system}]
+        return tokenizer.chat([*system, {"role": "user", "content": prompt}])
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise UsageError("the prompt holds no token")
+    return ids
+
+
+# ---- the run ----
+
+
+@dataclass
+class Answer:
+    """What came out, up to the end or to Ctrl-C."""
+
+    ids: list[int]
+    text: str
+    finish_reason: str
+
+
+def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", ids: list[int], sample: "Sampler") -> Answer:
+    """Generate; unless --json, print each piece of text as soon as it is certain."""
+    from nanokv.stop_text import StopText
+
+    answer, stream, stops = Answer([], "", "interrupted"), tokenizer.stream(), StopText(o.stop)
+
+    def show(piece: str) -> None:
+        answer.text += piece
+        if piece and not o.json:
+            print(piece, end="", flush=True)
+
+    try:
+        for token in engine.generate(ids, o.max_new_tokens, sample, () if o.ignore_eos else tokenizer.eos_ids):
+            answer.ids.append(token)
+            show(stops.push(stream.push(token)))
+            if stops.found:
+                break
+        answer.finish_reason = "stop" if stops.found else engine.stats.finish_reason
+    except KeyboardInterrupt:
+        pass  # what there is, is the answer
+    show(stops.push(stream.flush()) + stops.flush())
+    if not o.json:
+        print(flush=True)
+    return answer
+
+
+def report(o: argparse.Namespace, engine: "Engine", ids: list[int], answer: Answer, seed: int | None, load_s: float) -> dict[str, Any]:
+    """The run as one dictionary: what --json prints. Its names are stable."""
+    from nanokv.memory import kv_bytes, plan_prefill
+
+    c, policy, stats, slots = engine.model.config, engine.policy, engine.stats, engine.slots
+    size, new = engine.like.element_size(), len(answer.ids)
+    evicted = sum(float(kv.now - kv.live.sum(1).float().mean()) for kv in slots) / max(len(slots), 1)
+    timings = {"load_s": load_s, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s}
+    timings |= {n: getattr(stats, n) for n in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+    kv = {
+        "policy": policy.name,
+        "budget": policy.budget,
+        "slots_per_head": [sum(kv.shares) // len(kv.shares) for kv in slots],
+        "bytes": sum(kv.bytes for kv in slots),
+        "bytes_full": kv_bytes(c, len(ids) + new, size),
+        "evicted": round(evicted, 2),
+        "peak_prefill_bytes": plan_prefill(c, policy, len(ids), o.max_new_tokens, o.chunk, size).peak,
+    }
+    return {
+        "text": answer.text,
+        "token_ids": answer.ids,
+        "prompt_token_ids": ids,
+        "finish_reason": answer.finish_reason,
+        "usage": {"prompt_tokens": len(ids), "new_tokens": new},
+        "timings": {name: round(value, 6) for name, value in timings.items()},
+        "kv": kv,
+        "seed": seed,
+        "model": o.model,
+        "dtype": str(engine.like.dtype).removeprefix("torch."),
+        "device": str(engine.like.device),
+    }
+
+
+def stats_line(r: dict[str, Any]) -> str:
+    """The report in one line. Decode's rate counts neither the prefill nor the first token."""
+    kv, usage, timings = r["kv"], r["usage"], r["timings"]
+    rows = sorted(set(kv["slots_per_head"])) or [0]
+    slots = "-".join(map(str, dict.fromkeys((rows[0], rows[-1]))))  # a pyramid's layers differ
+    full = f" (full {kv['bytes_full'] / 2**20:.1f} MiB)" if kv["budget"] is not None else ""
+    parts = [
+        f"prompt {usage['prompt_tokens']} tok {timings['prefill_tokens_per_s']:.1f} tok/s",
+        f"decode {usage['new_tokens']} tok {timings['decode_tokens_per_s']:.1f} tok/s",
+        f"kv {slots} slots x {len(kv['slots_per_head'])} layers {kv['bytes'] / 2**20:.1f} MiB{full}",
+        f"evicted {kv['evicted']:.0f}",
+        r["finish_reason"],
+    ]
+    return " | ".join(parts + ([f"seed {r['seed']}"] if r["seed"] is not None else []))
+
+
+def list_policies() -> None:
+    import dataclasses
+
+    import nanokv.policies
+    from nanokv.policy import REGISTRY
+
+    for name, cls in sorted(REGISTRY.items()):
+        lesson = sys.modules[cls.__module__].__doc__ or ""
+        dials = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(cls))
+        paper = re.search(r"Paper:.*?(https?://[^\s),;]+)", lesson, re.S)
+        print(f"{name}\n    {lesson.strip().splitlines()[0]}\n    dials: {dials or 'none'}")
+        print(f"    paper: {paper[1].rstrip('.') if paper else 'none'}")
+
+
+def run(o: argparse.Namespace) -> int:
+    prompt = prompt_text(o)
+    if o.system is not None and o.raw:
+        raise UsageError("--system does not go with --raw")
+
+    def note(text: object, *_: object) -> None:
+        if not o.quiet:
+            print(f"note: {text}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = note
+    import torch
+
+    from nanokv.load import device_named, load
+    from nanokv.sample import Sampler
+
+    with usage():
+        policy, device = policy_asked(o), device_named(o.device)
+        sample = Sampler(o.temperature, o.top_k, o.top_p, o.min_p, o.seed)
+        if not all(o.stop):
+            raise ValueError("--stop needs a text")
+    if o.threads:
+        torch.set_num_threads(o.threads)
+    start = perf_counter()
+    model, tokenizer = load(o.model, o.dtype, str(device))
+    load_s = perf_counter() - start
+    ids = prompt_ids(o, prompt, tokenizer)
+    if policy.note:
+        note(policy.note)
+    if len(ids) + o.max_new_tokens > model.config.max_context:
+        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {model.config.max_context} that {o.model} was trained on")
+    engine = nanokv.Engine(model, policy, o.chunk)
+    answer = answered(o, engine, tokenizer, ids, replace(sample, valid_vocab=tokenizer.vocab_size))
+    r = report(o, engine, ids, answer, sample.seed if o.temperature else None, load_s)
+    interrupted = answer.finish_reason == "interrupted"
+    if o.json:
+        print(json.dumps(r, ensure_ascii=False), flush=True)
+    if o.stats or (sys.stderr.isatty() and not o.quiet and not o.json):
+        print(stats_line(r), file=sys.stderr)
+    elif interrupted:
+        print("interrupted", file=sys.stderr)
+    elif o.temperature and o.seed is None and not o.json:
+        note(f"seed {sample.seed}")
+    return 130 if interrupted else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line -> exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that speaks no UTF-8 gets what it can show
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        o = parser().read(arguments)
+        if o.policies:
+            list_policies()
+            print(end="", flush=True)
+            return 0
+        return run(o)
+    except BrokenPipeError:  # the reader has what it wanted; Python must not try again when it ends
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
+        if "--debug" in arguments:
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The command line's conventions, shared by the front door and the benches.
+
+The insight: options of other engines are spellings, not options. Aliases and underscores are
+resolved in the list of arguments, before argparse sees it, so each option exists once, in --help
+and in every message. Nothing here imports torch: `--help` is instant.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import nanokv
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+# What other engines call the same thing.
+ALIASES = {
+    "--policy": ("--method", "--kv-eviction", "--cache-strategy"),
+    "--budget": ("--kv-budget", "--max-kv-size", "--max-cache-length", "--token-budget"),
+    "--sink": ("--keep", "--start-size", "--global-tokens", "--first-tokens"),
+    "--window": ("--recent-size", "--recent-window", "--window-size"),
+    "--max-new-tokens": ("--max-tokens", "--n-predict"),
+    "--temperature": ("--temp",),
+    "--prompt-file": ("--file",),
+}
+DIALS = ("budget", "sink", "window", "interval")  # those with an option of their own
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """A ValueError in here is about what the user typed."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(error) from error
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line, and a reader who leaves during --help is no mistake."""
+
+    def __init__(self, name: str, description: str | None):
+        also = "; ".join(f"{name}: {', '.join(others)}" for name, others in ALIASES.items())
+        epilog = f"Underscores work as well as dashes. Also understood: {also}."
+        super().__init__(name, description=description, epilog=epilog, allow_abbrev=False)
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The options. Raises UsageError; SystemExit after --help and --version."""
+        return self.parse_args(spelled(arguments))
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see --help)")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        print(end="", flush=True)
+        sys.exit(status)
+
+
+def spelled(arguments: Sequence[str]) -> list[str]:
+    """The arguments with long options as the parser spells them: dashes for underscores, aliases resolved."""
+    names = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
+
+    def ours(option: re.Match) -> str:
+        name = option[1].replace("_", "-")
+        return names.get(name, name) + option[2]
+
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [re.sub(r"(?s)^(--\w[\w-]*)(=.*|\Z)", ours, a) for a in arguments[:end]] + list(arguments[end:])
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def add_memory_options(p: Parser) -> None:
+    """--policy and its dials, and --chunk."""
+    add = p.add_argument_group("memory").add_argument
+    add("--policy", default="full", help="which tokens are remembered: see --policies (default: %(default)s)")
+    add("--budget", metavar="N", help="slots per head, averaged over the model; hard")
+    add("--sink", metavar="N", help="so many first tokens are never evicted")
+    add("--window", metavar="N", help="so many last tokens are never evicted")
+    add("--interval", metavar="N", help="slots freed at a time")
+    add("--set", action="append", default=[], metavar="DIAL=VALUE", help="any other dial of the policy; repeatable")
+    add("--chunk", type=positive, metavar="N", help="read the prompt N tokens at a time, for a lower peak")
+
+
+def policy_asked(o: argparse.Namespace) -> "Policy":
+    """The policy with the dials that the user turned. ValueError for one that it does not have."""
+    dials = {name: value for name in DIALS if (value := getattr(o, name)) is not None}
+    for text in o.set:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise ValueError(f"--set takes DIAL=VALUE, not {text!r}")
+        if name in dials:
+            raise ValueError(f"the dial {name} was given twice")
+        dials[name] = value.strip()
+    return nanokv.make(o.policy.replace("-", "_"), **dials)
