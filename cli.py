@@ -11,7 +11,9 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -153,14 +155,14 @@ def report(o: argparse.Namespace, engine: "Engine", ids: list[int], answer: Answ
 
     c, policy, stats, slots = engine.model.config, engine.policy, engine.stats, engine.slots
     size, new = engine.like.element_size(), len(answer.ids)
-    evicted = sum(float(kv.now - kv.live.sum(1).float().mean()) for kv in slots) / max(len(slots), 1)
+    evicted = sum(float(layer.now - layer.live.sum(1).float().mean()) for layer in slots) / max(len(slots), 1)
     timings = {"load_s": load_s, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s}
     timings |= {n: getattr(stats, n) for n in ("prefill_tokens_per_s", "decode_tokens_per_s")}
     kv = {
         "policy": policy.name,
         "budget": policy.budget,
-        "slots_per_head": [sum(kv.shares) // len(kv.shares) for kv in slots],
-        "bytes": sum(kv.bytes for kv in slots),
+        "slots_per_head": [sum(layer.shares) // len(layer.shares) for layer in slots],
+        "bytes": sum(layer.bytes for layer in slots),
         "bytes_full": kv_bytes(c, len(ids) + new, size),
         "evicted": round(evicted, 2),
         "peak_prefill_bytes": plan_prefill(c, policy, len(ids), o.max_new_tokens, o.chunk, size).peak,
@@ -222,7 +224,7 @@ def run(o: argparse.Namespace) -> int:
     warnings.showwarning = note
     import torch
 
-    from nanokv.load import device_named, load
+    from nanokv.loading import device_named, load
     from nanokv.sample import Sampler
 
     with usage():
@@ -236,6 +238,8 @@ def run(o: argparse.Namespace) -> int:
     model, tokenizer = load(o.model, o.dtype, str(device))
     load_s = perf_counter() - start
     ids = prompt_ids(o, prompt, tokenizer)
+    if max(ids) >= model.config.vocab_size:
+        raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {model.config.vocab_size}")
     if policy.note:
         note(policy.note)
     if len(ids) + o.max_new_tokens > model.config.max_context:
@@ -260,6 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that speaks no UTF-8 gets what it can show
             stream.reconfigure(encoding="utf-8", errors="replace")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script started it in the background
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         o = parser().read(arguments)
@@ -277,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
         if "--debug" in arguments:
-            raise
+            traceback.print_exc()
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 

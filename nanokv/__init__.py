@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 __all__ = ["Engine", "load", "make"]
 
 # Looked up on first use, so that `import nanokv` costs nothing.
-_HOME = {"Engine": "engine", "load": "load", "make": "policy"}
+_HOME = {"Engine": "engine", "load": "loading", "make": "policy"}
 
 
 def __getattr__(name: str) -> Any:

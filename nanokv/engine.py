@@ -14,9 +14,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from .attention import attend_prompt, attend_slots, watch_prompt
+from .attention import attend_slots
 from .model import Transformer
-from .policy import Policy, select, victims
+from .policy import Policy, victims
+from .reading import Memory, Reading, settle
 from .rope import angles, frequencies, turn
 from .slots import Slots
 
@@ -47,7 +48,7 @@ class Stats:
         return (self.new_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
-class Engine:
+class Engine(Memory):
     """A model, a policy, and the memory between them. One sequence at a time.
 
     `slots` is the memory, one `Slots` a layer; look, but let the policy do the writing.
@@ -107,7 +108,7 @@ class Engine:
             if self.policy.shared and len(piece) > self.slots[0].room:
                 logits = self._read_in_steps(piece)
             else:
-                logits = self._read(piece)
+                logits = self.model(piece, Reading([self], len(piece), piece.device))
         return logits
 
     def _read_in_steps(self, tokens: Tensor) -> Tensor:
@@ -119,43 +120,6 @@ class Engine:
             self._took(len(tokens[:n]))
             tokens = tokens[n:]
         return logits
-
-    def _read(self, tokens: Tensor) -> Tensor:
-        policy = self.policy
-        pos = self.slots[0].now + torch.arange(len(tokens), device=tokens.device)
-        cos, sin = angles(pos, self.freqs)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv = self.slots[layer]
-            q = turn(q, cos, sin)
-            text = kv.beside(turn(k, cos, sin), v)
-            out = torch.empty_like(q)
-            for heads, keys, values in text.heads():
-                out[heads] = attend_prompt(q[heads], keys, values, self.scale)
-            self._watch(text, q, pos)
-            kv.fill(text, select(policy, text, kv))
-            policy.settle(kv)
-            return out
-
-        return self.model(tokens, attend)
-
-    def _watch(self, text: Slots, q: Tensor, pos: Tensor) -> None:
-        """Show the policy the last rows of a text, with the attention that they paid if it wants that."""
-        policy, S = self.policy, q.shape[2]
-        if not policy.prompt:
-            return
-        if policy.prompt == "queries":
-            last = slice(max(S - policy.watch, 0), S)
-            return policy.observe(text, q[:, :, last], pos[last], None)
-        runs = [watch_prompt(q[heads], keys, policy.watch, self.scale) for heads, keys, _ in text.heads()]
-        for blocks in zip(*runs):
-            rows = blocks[0][0]
-            if len(blocks) == 1:
-                probs = blocks[0][1]
-            else:  # ragged: every head saw another number of tokens
-                wide = [torch.nn.functional.pad(p, (0, text.width - p.shape[-1])) for _, p in blocks]
-                probs = torch.cat(wide)
-            policy.observe(text, q[:, :, rows], pos[rows], probs)
 
     # ---- decode ----
 
@@ -177,7 +141,7 @@ class Engine:
         if policy.heads == "adaptive":  # the first overflow moves the heads' borders, through the scratch
             for kv in self.slots:
                 if kv.room < n and not kv.allotted:
-                    self._divide(kv)
+                    settle(policy, kv.beside(0), kv)
         tight = [kv for kv in self.slots if kv.room < n]
         if not tight:
             return
@@ -185,13 +149,6 @@ class Engine:
         for kv, gone in zip(tight, victims(policy, tight, policy.interval)):
             kv.evict(gone)
             policy.settle(kv)
-
-    def _divide(self, kv: Slots) -> None:
-        H, D = len(kv.shares), kv.k.shape[-1]
-        none = kv.k.new_empty(H, 0, D)
-        text = kv.beside(none, none)
-        kv.fill(text, select(self.policy, text, kv))
-        self.policy.settle(kv)
 
     def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""

@@ -2,8 +2,8 @@
 
 The insight: a fixed number of rows is a fixed number of bytes, so both are known before the first
 token. What stays is the pools and their bookkeeping. What comes and goes while a text is read
-belongs to one layer at a time, so its peak is the largest moment of one layer, once: turning q,
-attending, or the MLP, whichever takes most.
+belongs to one layer and one block of rows at a time, so its peak is the largest moment of one
+block, once: turning q, attending, or the MLP, whichever takes most.
 
 L layers, H KV heads, G query heads per KV head, D head_dim, S tokens read at once.
 """
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .attention import ROWS, WATCHED
-from .model import MLP_ROWS, ModelConfig
+from .attention import ROWS as ATTEND_ROWS
+from .attention import WATCHED
+from .model import ROWS, ModelConfig
 from .policy import Policy
 from .slots import Shapes
 
@@ -70,27 +71,32 @@ def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, 
     rows = policy.plan(c.n_layers, prompt_len, max_new)
     S = min(chunk or prompt_len, prompt_len)
     held = min(max(rows), prompt_len - S)  # what the widest layer holds when the last chunk comes
-    if policy.shared and held + S > min(rows):  # then the slots are filled by the decode path
-        S, held = min(S, min(rows)), 0
+    stepped = policy.shared and S > min(rows)  # then it is read by the decode path, a memory's worth first
+    if policy.shared:  # and no scratch holds more than the memory
+        S = min(S, *rows)
+        held = min(held, min(rows) - S)
     H, D, T = c.n_kv_heads, c.head_dim, held + S
-    scratch = H * T * (2 * D * itemsize + _slot_bytes(c, policy, itemsize))
-    widest = _widest(c, policy, min(rows), S, T, itemsize, scratch)
-    return Prefill(pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), *widest)
+    scratch = 0 if stepped else H * T * (2 * D * itemsize + _slot_bytes(c, policy, itemsize))
+    residual = S * (c.dim * itemsize + 2 * D * 4 + 2 * 8)  # with cosine and sine in float32, ids and positions
+    C = -(-S // -(-S // ROWS))
+    watched = C if stepped else min(C, policy.watch, 2 * WATCHED) if policy.prompt == "probs" else 0
+    block = _block_bytes(c, C, T, watched, T > min(rows), itemsize)
+    return Prefill(pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), scratch, residual + block)
 
 
-def _widest(c: ModelConfig, policy: Policy, rows: int, S: int, T: int, itemsize: int, scratch: int) -> tuple[int, int]:
-    """(scratch, activations) at the moment of a layer that takes most: S new tokens among T."""
-    heads, D = c.n_heads, c.head_dim
-    x, q = S * c.dim * itemsize, S * heads * D * itemsize
+def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, overflows: bool, itemsize: int) -> int:
+    """What lives at once while C rows pass a layer, the last of T tokens, at the moment that takes most.
+
+    watched: rows of attention whose probabilities are looked at, one block and the one before it.
+    """
+    D, q, k = c.head_dim, C * c.n_heads * c.head_dim, C * c.n_kv_heads * c.head_dim  # numbers
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
-    always = x + 2 * S * D * 4 + 2 * S * 8  # the residual, cosine and sine in float32, ids and positions
-    projected = x + S * (heads + 2 * c.n_kv_heads) * D * itemsize  # the normed residual and what it became
-    turning = always + projected + S * heads * D * (3 * 4 + cast)  # two float32 products and their sum
-    masks = itemsize * (2 if S > ROWS else 1) + 1  # a block's, while the one before still lives; and where it is dark
-    answer = q if T == S else q + min(S, ROWS) * (heads * D * itemsize + T * masks)
-    seen = min(S, policy.watch, WATCHED) if policy.prompt == "probs" else 0
-    watched = seen * heads * T * (8 + cast)  # logits and probabilities
-    ranked = c.n_kv_heads * T * RANKING if T > rows else 0
-    attending = always + projected + 2 * q + max(answer, watched, ranked)
-    wide = min(S, MLP_ROWS) * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
-    return max((0, turning), (scratch, attending), (0, always + x + wide), key=sum)
+    projected = (C * c.dim + q + 2 * k) * itemsize  # the normed residual and what it became
+    turning = max(q * (3 * 4 + cast), q * itemsize + k * (3 * 4 + cast))  # two float32 products and their sum
+    masks = itemsize * (2 if C > ATTEND_ROWS else 1) + 1  # a block's, while the one before lives; and where it is dark
+    answer = q * itemsize if T == C else q * itemsize + min(C, ATTEND_ROWS) * (c.n_heads * D * itemsize + T * masks)
+    evidence = watched * c.n_heads * T * (8 + cast)  # logits and probabilities
+    ranking = c.n_kv_heads * T * RANKING if overflows else 0
+    attending = (2 * q + k) * itemsize + max(answer, evidence, ranking)
+    mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
+    return max(projected + turning, projected + attending, mlp)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-MLP_ROWS = 1024  # a long prompt passes the MLP in blocks, so its wide middle never exists for all tokens
+ROWS = 1024  # a long text passes a layer in blocks of rows: what is wider than the residual exists for one block only
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = nn.RMSNorm(c.dim, c.norm_eps), MLP(c)
 
     def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
-        """x [S, dim] -> [S, dim]."""
-        x = x + self.attn(self.attn_norm(x), layer, attend)
-        for rows in x.split(MLP_ROWS):
-            rows += self.mlp(self.mlp_norm(rows))  # a view of x: the residual grows in place
+        """x [S, dim] -> [S, dim], in place. A long text asks `attend` several times, its rows in order."""
+        for rows in x.tensor_split(-(-len(x) // ROWS)):  # views: the residual grows in place
+            rows += self.attn(self.attn_norm(rows), layer, attend)
+            rows += self.mlp(self.mlp_norm(rows))
         return x
 
 

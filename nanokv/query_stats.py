@@ -12,6 +12,7 @@ H KV heads, G query heads each, Hq = H x G, D head_dim; pair i is dimensions i a
 pair of frequency 0 does not turn.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -134,7 +135,7 @@ def plain(name: str) -> str:
 def load(path: Path | str) -> QueryStats:
     """Read a file of `save`, or the `.pt` layout that TriAttention's authors publish. ValueError names what is wrong."""
     if not Path(path).is_file():
-        raise ValueError(f"there is no statistics file {path}; make one with python -m nanokv.calibrate")
+        raise ValueError(f"there is no statistics file {path}: make one with python -m nanokv.calibrate")
     return _load(str(path), Path(path).stat().st_mtime_ns)
 
 
@@ -144,7 +145,9 @@ def _load(path: str, changed: int) -> QueryStats:
         return _official(path) if Path(path).suffix in (".pt", ".pth") else _own(path)
     except KeyError as error:
         why = f"it has no {error}"
-    except (ValueError, TypeError, AttributeError, SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError) as error:
+    except (UnpicklingError, EOFError):
+        why = "it is no archive of tensors alone"
+    except (ValueError, TypeError, SafetensorError, RuntimeError, OSError) as error:
         why = str(error).partition("\n")[0]
     raise ValueError(f"{path} is no file of query statistics: {why}")
 
@@ -159,8 +162,10 @@ def _official(path: str) -> QueryStats:
     """{"stats": {"layer00_head00": {q_mean_real, q_mean_imag, q_abs_mean}, ...}}, each [D/2]; real and imaginary part
     make the pair, however the model lays it out. No frequencies, and no name that could be compared."""
     stats = torch.load(path, map_location="cpu", weights_only=True)["stats"]
-    places = [tuple(int(n) for n in name.removeprefix("layer").split("_head")) for name in stats]
-    L, Hq = (1 + max(numbers) for numbers in zip(*places))
+    places = [re.fullmatch(r"layer(\d+)_head(\d+)", name) for name in stats] if isinstance(stats, dict) else []
+    if not places or None in places:
+        raise ValueError("its entries are not called layer00_head00 and so on")
+    L, Hq = (1 + max(int(place[i]) for place in places) for i in (1, 2))
     if len(stats) != L * Hq:
         raise ValueError(f"it covers {len(stats)} of {L} x {Hq} heads")
     heads = [stats[f"layer{layer:02d}_head{head:02d}"] for layer in range(L) for head in range(Hq)]

@@ -104,13 +104,13 @@ class Slots:
         """What the K and V pools take, in bytes, counted from their storage."""
         return self.k.untyped_storage().nbytes() + self.v.untyped_storage().nbytes()
 
-    def heads(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(heads, k [h, n, D], v [h, n, D]) in runs of equal shares: one run, or one per head."""
+    def heads(self, unread: int = 0) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(heads, k [h, n, D], v [h, n, D]) in runs of equal shares, one run or one per head, less the last `unread` rows."""
         if not self.flat:
-            yield slice(0, len(self.shares)), self.keys, self.values
+            yield slice(0, len(self.shares)), *(x[:, : self.width - unread] for x in (self.keys, self.values))
             return
         for h, (k, v) in enumerate(zip(self.k.split(self.shares), self.v.split(self.shares))):
-            yield slice(h, h + 1), k[None], v[None]
+            yield slice(h, h + 1), k[None, : len(k) - unread], v[None, : len(v) - unread]
 
     @property
     def keys(self) -> Tensor:
@@ -173,38 +173,36 @@ class Slots:
 
     # ---- reading a text: what stays is moved in, once per layer and text ----
 
-    def beside(self, k: Tensor, v: Tensor) -> "Slots":
-        """Scratch that lives for one layer: what the slots hold, in time order, then S new tokens.
-
-        k, v [H, S, D] -> Slots without a dead slot: every head's tokens stand in the order of their positions.
-        """
-        H, S, D = k.shape
+    def beside(self, S: int) -> "Slots":
+        """Scratch that lives for one layer: what the slots hold, in time order, and room for S new tokens behind it."""
+        H, D, device = len(self.shares), self.k.shape[-1], self.k.device
         held = [cap - self.room for cap in self.shares]
-        if not any(held):  # a first text is its own scratch
-            text = Slots([S] * H, k.reshape(-1, D), v.reshape(-1, D), S, self._mark_shapes(), self.layer)
-            text.pos[:] = torch.arange(S, dtype=torch.int32, device=k.device) + self.now.int()
-        else:
-            text = self._beside(k, v, held)
-        text.now.copy_(self.now + S)
-        text.state, text.freqs, text.scale, text.room = self.state, self.freqs, self.scale, 0
+        shares = [n + S for n in held]
+        k, v = (self.k.new_empty(sum(shares), D) for _ in range(2))
+        text = Slots(shares, k, v, max(shares), self._mark_shapes(), self.layer)
+        text.state, text.freqs, text.scale, text.room = self.state, self.freqs, self.scale, S
+        text.now.copy_(self.now)
+        if any(held):
+            time = self.pos.masked_fill(~self.live, torch.iinfo(torch.int32).max).argsort(1)  # the empty ones last
+            for h, (n, a) in enumerate(zip(held, text.base.tolist())):
+                old = time[h, :n]
+                for scratch, pool in ((text.k, self.k), (text.v, self.v)):
+                    torch.index_select(pool, 0, self.base[h] + old, out=scratch[a : a + n])
+                text.pos[h, :n] = self.pos[h, old]
+                for name, mark in text.marks.items():
+                    mark[h, :n] = self.marks[name][h, old]
         return text
 
-    def _beside(self, k: Tensor, v: Tensor, held: list[int]) -> "Slots":
-        H, S, D = k.shape
-        shares = [h + S for h in held]
-        new = [x.new_empty(sum(shares), D) for x in (k, v)]
-        text = Slots(shares, *new, max(shares), self._mark_shapes(), self.layer)
-        time = self.pos.masked_fill(~self.live, torch.iinfo(torch.int32).max).argsort(1)  # the empty ones last
-        for h, (n, a) in enumerate(zip(held, text.base.tolist())):
-            old = time[h, :n]
-            for pool, mine, x in ((text.k, self.k, k), (text.v, self.v, v)):
-                torch.index_select(mine, 0, self.base[h] + old, out=pool[a : a + n])
-                pool[a + n : a + n + S] = x[h]
-            text.pos[h, :n] = self.pos[h, old]
-            text.pos[h, n : n + S] = torch.arange(S, dtype=torch.int32, device=k.device) + self.now.int()
-            for name, mark in text.marks.items():
-                mark[h, :n] = self.marks[name][h, old]
-        return text
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Write the next C tokens, k v [H, C, D], behind those that a scratch holds."""
+        C = k.shape[1]
+        time = (self.now + torch.arange(C, device=k.device)).int()
+        for heads, keys, values in self.heads():
+            a = keys.shape[1] - self.room
+            keys[:, a : a + C], values[:, a : a + C] = k[heads], v[heads]
+            self.pos[heads, a : a + C] = time
+        self.now += C
+        self.room -= C
 
     def _mark_shapes(self) -> Shapes:
         return {n: (tuple(m.shape[2:]), m.dtype) for n, m in self.marks.items()}

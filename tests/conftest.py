@@ -8,6 +8,7 @@ import torch
 import nanokv.policies  # noqa: F401  fills the registry
 from nanokv.model import ModelConfig, Transformer
 from nanokv.policy import REGISTRY, Policy
+from nanokv.slots import Slots
 
 
 def tiny(seed: int = 0, **shape) -> Transformer:
@@ -47,6 +48,13 @@ def variants() -> list:
 def forgets(policy: Policy) -> bool:
     """Does it ever evict? (Full has no budget; quest's bounds what is read, not what is stored.)"""
     return policy.budget is not None and type(policy).read is Policy.read
+
+
+def scratch(kv: Slots, k: torch.Tensor, v: torch.Tensor) -> Slots:
+    """What a memory holds and S new tokens, k v [H, S, D] after RoPE, side by side."""
+    text = kv.beside(k.shape[1])
+    text.append(k, v)
+    return text
 
 
 @pytest.fixture(scope="session")

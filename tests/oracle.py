@@ -79,12 +79,12 @@ class Witness:
         beside, write = Slots.beside, Slots.write
         policy, read = self.engine.policy, self.engine.policy.read
 
-        def note_text(kv: Slots, k: Tensor, v: Tensor) -> Slots:
+        def note_text(kv: Slots, S: int) -> Slots:
             """A text's tokens read what the slots held before it, and the text causally."""
-            for i in range(k.shape[1]):
-                mine = (int(kv.now) + torch.arange(i + 1)).expand(k.shape[0], -1)
+            for i in range(S):
+                mine = (int(kv.now) + torch.arange(i + 1)).expand(len(kv.pos), -1)
                 self._note(kv, int(kv.now) + i, torch.cat((kv.pos.long(), mine), 1))
-            return beside(kv, k, v)
+            return beside(kv, S)
 
         def note_step(kv: Slots, k: Tensor, v: Tensor) -> Tensor:
             """A decoded token reads whoever is live once it has been written itself."""

@@ -62,7 +62,7 @@ def test_the_ring_appears(sink, budget):
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 @pytest.mark.parametrize("beyond", (-1, 0, 1))
 def test_prompts_that_just_fit_and_just_do_not(name, beyond):
-    policy = small(name, 12)
+    policy = small(name, 12, layers="uniform")
     engine, length = Engine(tiny(), policy), 12 + beyond
     text = tokens(length + 5)
     with Witness(engine).watching() as witness:

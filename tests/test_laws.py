@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import nanokv.engine
+import nanokv.reading
 from nanokv.engine import Engine
 from nanokv.model import Transformer
 from nanokv.policy import REGISTRY, Policy, victims
@@ -172,7 +173,11 @@ def gone(policy: Policy, layers: list[Slots], n: int) -> list:
     return [kv.pos.gather(1, v).sort(1).values.tolist() for kv, v in zip(layers, victims(policy, layers, n))]
 
 
-INTERRUPTIBLE = ("attend_prompt", "attend_slots", "select", "victims"), ("beside", "fill", "write", "evict")
+INTERRUPTIBLE = (
+    (nanokv.engine, ("attend_slots", "victims")),
+    (nanokv.reading, ("attend_prompt", "select")),
+    (Slots, ("beside", "append", "fill", "write", "evict")),
+)
 
 
 @every_policy
@@ -185,8 +190,7 @@ def test_6_nothing_leaks_into_the_next_generation(name, splits):
     generation(engine, b, 11)  # as many tokens in all as `want`: the same memory is used again
     assert torch.equal(generation(engine, a, 6), want)
     hit = 0
-    places = [(nanokv.engine, f) for f in INTERRUPTIBLE[0]] + [(Slots, f) for f in INTERRUPTIBLE[1]]
-    for place, function in places:
+    for place, function in ((place, f) for place, functions in INTERRUPTIBLE for f in functions):
         error, calls = rng.choice((RuntimeError, KeyboardInterrupt)), rng.randint(1, 3)
         hit += interrupted(engine, b, place, function, calls, error)
         assert torch.equal(generation(engine, a, 6), want), f"after {error.__name__} in {function}"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import fields, forgets, small
+from conftest import fields, forgets, scratch, small
 
 from nanokv.policies.window import Window
 from nanokv.policy import REGISTRY, lowest, make, select, victims, worth
@@ -85,7 +85,7 @@ def test_positions_are_compared_exactly_where_float32_would_not():
 
 
 def text_of(rng: random.Random, kv: Slots, S: int) -> Slots:
-    text = kv.beside(torch.randn(H, S, D), torch.randn(H, S, D))
+    text = scratch(kv, torch.randn(H, S, D), torch.randn(H, S, D))
     text.marks["worth"].copy_(torch.tensor([[rng.randint(0, 3) for _ in range(text.width)] for _ in range(H)]))
     return text
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from conftest import scratch
 
 from nanokv.attention import attend_slots
 from nanokv.slots import EMPTY, Slots
@@ -43,7 +44,7 @@ def read(kv: Slots, S: int, seed: int, keep: list[list[int]], shares: list[int])
     """
     k, v = vectors(S, seed)
     now, before = int(kv.now), contents(kv)
-    text = kv.beside(k, v)
+    text = scratch(kv, k, v)
     order = torch.full((H, max(map(len, keep))), -1)
     for h in range(H):
         place = {int(p): n for n, p in enumerate(text.pos[h]) if p != EMPTY}
@@ -117,7 +118,7 @@ def ragged(shares: list[int], tokens: int) -> Slots:
     """A memory whose heads own different shares, each holding its last tokens but one."""
     kv = memory(sum(shares) // H, width=max(shares))
     k, v = vectors(tokens, 3)
-    text = kv.beside(k, v)
+    text = scratch(kv, k, v)
     kv.share(shares)
     order = torch.full((H, max(shares) - 1), -1)
     for h, share in enumerate(shares):
@@ -156,7 +157,7 @@ def test_shares_that_do_not_add_up_or_are_too_wide_are_refused():
 
 def test_every_head_must_get_the_same_room():
     kv = memory(4)
-    text = kv.beside(*vectors(3))
+    text = scratch(kv, *vectors(3))
     with pytest.raises(AssertionError, match="same room"):
         kv.fill(text, torch.tensor([[0, 1], [0, 1], [0, -1]]))
 

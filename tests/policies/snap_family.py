@@ -8,11 +8,10 @@ engine's slots hold.
 import json
 import math
 import random
-from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 
 import torch
+from split_oracle import head_shares, pyramid_shares
 from torch import Tensor
 from worked import kept, replay, step
 
@@ -59,19 +58,9 @@ def layer_rows(p: Policy, n_layers: int, tokens: int) -> list[int]:
     """Rows of every layer: the budget, or the pyramid that conserves it."""
     if p.layers == "uniform" or tokens <= p.budget:
         return [p.budget] * n_layers
-    a, most, beta = Fraction(p.budget - p.window - p.interval), tokens - p.window, Fraction(str(p.beta))
-    narrow = a / beta
-    wide = 2 * a - narrow
-    if wide > most:
-        wide, narrow = Fraction(most), 2 * a - most
-    ideal = [wide - (wide - narrow) * layer / (n_layers - 1) for layer in range(n_layers)] if n_layers > 1 else [a]
-    upto = [math.floor(sum(ideal[:layer]) + Fraction(1, 2)) for layer in range(n_layers + 1)]
-    extra = [b - c for c, b in pairwise(upto)]
-    while min(extra) < p.sink:  # one row at a time, from the widest layer (the last of equals) to one in need
-        widest = max(range(n_layers), key=lambda i: (extra[i], i))
-        extra[widest] -= 1
-        extra[extra.index(min(extra))] += 1
-    return [p.window + p.interval + e for e in extra]
+    always = p.window + p.interval
+    shares = pyramid_shares(p.budget - always, n_layers, tokens - p.window, p.beta, p.sink)
+    return [always + n for n in shares]
 
 
 class NearTie(Exception):
@@ -84,17 +73,6 @@ def check_cut(ranks: list[tuple], cut: int) -> None:
         (a, x), (b, y) = ranks[cut - 1][:2], ranks[cut][:2]
         if a == b and 0 < abs(x - y) < 1e-6:
             raise NearTie
-
-
-def blend(f: list[int], b: int, floor_ratio: float) -> list[int]:
-    """Shares between need f and an equal b, largest remainders rounded up (of equals: larger f, then lower head)."""
-    alpha = Fraction(str(floor_ratio))
-    ideal = [(1 - alpha) * n + alpha * b for n in f]
-    share = [math.floor(x) for x in ideal]
-    order = sorted(range(len(f)), key=lambda h: (share[h] - ideal[h], -f[h], h))
-    for h in order[: len(f) * b - sum(share)]:
-        share[h] += 1
-    return share
 
 
 class Layer:
@@ -178,11 +156,9 @@ class Layer:
         """Ada-KV's conserving allocation."""
         safe = sum(rank[0] == 9 for rank in ranks[0])
         b = self.rows - self.p.interval - safe
-        joint = [(*rank, h, i) for h in range(self.H) for i, rank in enumerate(ranks[h]) if rank[0] != 9]
-        joint.sort(key=lambda e: (-e[0], -e[1], e[2], e[3]))
-        check_cut(joint, self.H * b)
-        f = [sum(e[2] == h for e in joint[: self.H * b]) for h in range(self.H)]
-        return [self.p.interval + safe + n for n in blend(f, b, self.p.floor_ratio)]
+        loose = [[rank for rank in head if rank[0] != 9] for head in ranks]
+        check_cut(sorted(sum(loose, []), reverse=True), self.H * b)
+        return [self.p.interval + safe + n for n in head_shares(loose, b, self.p.floor_ratio)]
 
 
 # ---- random cases ----

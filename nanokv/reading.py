@@ -1,0 +1,85 @@
+"""Reading: a text on its way into the slots, layer by layer, in blocks of rows.
+
+The insight: when a layer's text is attended to, its keys and values stand in one scratch `Slots`,
+and everything that happens to them afterwards is what a policy does to any slots. So reading is a
+loop over blocks of rows (append keys, attend, watch), and then one selection. The scratch is the
+only thing that grows with the text, and it lives for one layer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import attend_prompt, watch_prompt
+from .policy import Policy, select
+from .rope import angles, turn
+from .slots import Slots
+
+
+class Memory:
+    """What a reader fills: the slots of every layer, and the policy that rules them."""
+
+    slots: list[Slots]
+    policy: Policy
+    freqs: Tensor
+    scale: float
+
+
+class Reading:
+    """Answers `attend` for one text of S tokens, read by one memory, or by several side by side.
+
+    Several memories must hold tokens at the same positions and share a model: the attention itself
+    is computed once, over what the first of them holds, and every policy watches it.
+    """
+
+    def __init__(self, memories: Sequence[Memory], S: int, device: torch.device):
+        first = memories[0]
+        self.memories, self.S, self.done, self.layer = memories, S, 0, -1
+        self.pos = first.slots[0].now + torch.arange(S, device=device)
+        self.cos, self.sin = angles(self.pos, first.freqs)
+        self.texts: list[Slots] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [H, G, C, D], k v [H, C, D] of the next C tokens -> what they attend to [H, G, C, D]."""
+        if self.done == 0:
+            self.texts = []  # the last layer's scratch goes before the next one's comes
+            self.texts = [m.slots[layer].beside(self.S) for m in self.memories]
+        rows = slice(self.done, self.done + q.shape[2])
+        q, k = (turn(x, self.cos[rows], self.sin[rows]) for x in (q, k))
+        for text in self.texts:
+            text.append(k, v)
+        self.done = rows.stop
+        out = torch.empty_like(q)
+        for heads, keys, values in self.texts[0].heads(unread=self.S - self.done):
+            out[heads] = attend_prompt(q[heads], keys, values, self.memories[0].scale)
+        for memory, text in zip(self.memories, self.texts):
+            self._watch(memory, text, q, self.pos[rows])
+        if self.done == self.S:
+            self.done = 0
+            for memory, text in zip(self.memories, self.texts):
+                settle(memory.policy, text, memory.slots[layer])
+        return out
+
+    def _watch(self, memory: Memory, text: Slots, q: Tensor, pos: Tensor) -> None:
+        """Show the policy those of these rows that are among the text's last `watch`, as it wants to see them."""
+        policy, unread = memory.policy, self.S - self.done
+        last = min(policy.watch - unread, len(pos)) if policy.prompt else 0
+        if last <= 0:
+            return
+        if policy.prompt == "queries":
+            return policy.observe(text, q[:, :, -last:], pos[-last:], None)
+        runs = [watch_prompt(q[heads], keys, last, memory.scale) for heads, keys, _ in text.heads(unread)]
+        for blocks in zip(*runs):
+            rows, probs = blocks[0]
+            if len(blocks) > 1:  # ragged: every head has another number of tokens behind it
+                width = max(p.shape[-1] for _, p in blocks)
+                probs = torch.cat([F.pad(p, (0, width - p.shape[-1])) for _, p in blocks])
+            policy.observe(text, q[:, :, rows], pos[rows], probs)
+
+
+def settle(policy: Policy, text: Slots, kv: Slots) -> None:
+    """Keep in the slots what the policy selects of a layer's text."""
+    kv.fill(text, select(policy, text, kv))
+    policy.settle(kv)
