@@ -88,7 +88,7 @@ class Engine(Memory):
         H, G, D = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
         for layer, n in enumerate(rows):
             width = p.width(n, H)
-            kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer)
+            kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer, p.heads == "adaptive")
             kv.freqs, kv.scale = self.freqs, self.scale
             p.begin(kv)
             self.slots.append(kv)
@@ -141,7 +141,7 @@ class Engine(Memory):
         if policy.heads == "adaptive":  # the first overflow moves the heads' borders, through the scratch
             for kv in self.slots:
                 if kv.room < n and not kv.allotted:
-                    settle(policy, kv.beside(0), kv)
+                    settle(policy, kv.beside(0), kv, coming=n)
         tight = [kv for kv in self.slots if kv.room < n]
         if not tight:
             return
@@ -165,9 +165,9 @@ class Engine(Memory):
                 out, probs = attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
                 probs = kv.by_slot(probs) if policy.step == "probs" else None
             else:
-                rows, probs = kv.rows(chosen), None
+                keys, values = kv.gather(chosen)
                 live = (kv.pos.gather(1, chosen) >= 0)[:, None]
-                out, _ = attend_slots(q, kv.k[rows], kv.v[rows], live, self.scale)
+                out, probs = *attend_slots(q, keys, values, live, self.scale)[:1], None
             if policy.step or reading and policy.prompt == "queries":
                 policy.observe(kv, q, pos, probs)
             return out

@@ -89,14 +89,24 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, overflows: bool, 
 
     watched: rows of attention whose probabilities are looked at, one block and the one before it.
     """
-    D, q, k = c.head_dim, C * c.n_heads * c.head_dim, C * c.n_kv_heads * c.head_dim  # numbers
+    q, k = C * c.n_heads * c.head_dim, C * c.n_kv_heads * c.head_dim  # numbers
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
     projected = (C * c.dim + q + 2 * k) * itemsize  # the normed residual and what it became
     turning = max(q * (3 * 4 + cast), q * itemsize + k * (3 * 4 + cast))  # two float32 products and their sum
-    masks = itemsize * (2 if C > ATTEND_ROWS else 1) + 1  # a block's, while the one before lives; and where it is dark
-    answer = q * itemsize if T == C else q * itemsize + min(C, ATTEND_ROWS) * (c.n_heads * D * itemsize + T * masks)
+    answer = q * itemsize + (_mask_bytes(c, C, T, itemsize) if T > C else 0)
     evidence = watched * c.n_heads * T * (8 + cast)  # logits and probabilities
     ranking = c.n_kv_heads * T * RANKING if overflows else 0
     attending = (2 * q + k) * itemsize + max(answer, evidence, ranking)
     mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
     return max(projected + turning, projected + attending, mlp)
+
+
+def _mask_bytes(c: ModelConfig, C: int, T: int, itemsize: int) -> int:
+    """What `attend_prompt` takes for its masks (the one before lives until the next is made) and a block's answer."""
+    most = before = 0
+    for a in range(0, C, ATTEND_ROWS):
+        rows = min(ATTEND_ROWS, C - a)
+        seen = rows * (T - C + a + rows)
+        most = max(most, seen * (itemsize + 1) + max(before, rows * c.n_heads * c.head_dim * itemsize))
+        before = seen * itemsize
+    return most

@@ -222,15 +222,15 @@ def victims(policy: Policy, layers: Sequence[Slots], n: int) -> list[Tensor]:
     return [lowest(worth(policy, kv, score), kv.pos, n) for kv, score in zip(layers, scores)]
 
 
-def select(policy: Policy, text: Slots, kv: Slots) -> Tensor:
+def select(policy: Policy, text: Slots, kv: Slots, coming: int = 0) -> Tensor:
     """Which tokens of `text` (scratch: all of them live, in time order) get a slot in `kv`.
 
-    Everything, if it fits; else the best rows - interval of every head, so that the next interval has
+    Everything, if it fits beside the `coming` tokens; else the best rows - interval of every head, so that the next interval has
     room. Returns slots of `text` in time order [H, M], -1 where a head keeps fewer. The first
     overflow divides the layer's rows among its heads.
     """
     slot = torch.arange(text.width, device=text.pos.device).expand_as(text.pos)
-    if all(n <= cap for n, cap in zip(text.shares, kv.shares)):
+    if all(n + coming <= cap for n, cap in zip(text.shares, kv.shares)):
         return slot.masked_fill(~text.live, -1)
     score = worth(policy, text, policy.score(text)).masked_fill(~text.live, -torch.inf)
     if not kv.allotted:

@@ -166,8 +166,6 @@ def _official(path: str) -> QueryStats:
     if not places or None in places:
         raise ValueError("its entries are not called layer00_head00 and so on")
     L, Hq = (1 + max(int(place[i]) for place in places) for i in (1, 2))
-    if len(stats) != L * Hq:
-        raise ValueError(f"it covers {len(stats)} of {L} x {Hq} heads")
     heads = [stats[f"layer{layer:02d}_head{head:02d}"] for layer in range(L) for head in range(Hq)]
     mean = torch.stack([torch.cat((head["q_mean_real"], head["q_mean_imag"])) for head in heads]).float()
     size = torch.stack([head["q_abs_mean"] for head in heads]).float()

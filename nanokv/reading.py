@@ -79,7 +79,7 @@ class Reading:
             policy.observe(text, q[:, :, rows], pos[rows], probs)
 
 
-def settle(policy: Policy, text: Slots, kv: Slots) -> None:
-    """Keep in the slots what the policy selects of a layer's text."""
-    kv.fill(text, select(policy, text, kv))
+def settle(policy: Policy, text: Slots, kv: Slots, coming: int = 0) -> None:
+    """Keep in the slots what the policy selects of a layer's text, with `coming` more tokens in sight."""
+    kv.fill(text, select(policy, text, kv, coming))
     policy.settle(kv)

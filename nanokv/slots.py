@@ -34,10 +34,10 @@ class Slots:
     room                writes left before someone must go: a Python number, the same for every head
     """
 
-    def __init__(self, shares: Sequence[int], k: Tensor, v: Tensor, width: int, marks: Shapes, layer: int = 0):
+    def __init__(self, shares: Sequence[int], k: Tensor, v: Tensor, width: int, marks: Shapes, layer: int = 0, flat: bool = False):
         H, R, device = len(shares), k.shape[0], k.device
         self.k, self.v, self.layer, self.width = k, v, layer, width
-        self.flat = H * width != R  # may shares differ? then attention reads the pool through a mask
+        self.flat = flat or H * width != R  # may shares differ? then attention reads the pool through a mask
         if self.flat:
             self.own = torch.zeros((H, R), dtype=torch.bool, device=device)  # which head's row is it
             self.entry = torch.zeros(R, dtype=torch.int32, device=device)  # its place in [H * N]
@@ -57,10 +57,10 @@ class Slots:
 
     @classmethod
     def empty(cls, rows: int, H: int, D: int, like: Tensor, width: int = 0, marks: Shapes | None = None,
-              state: Shapes | None = None, layer: int = 0) -> "Slots":
-        """Memory for `rows` tokens per head, on `like`'s device and in its dtype, nothing in it."""
+              state: Shapes | None = None, layer: int = 0, flat: bool = False) -> "Slots":
+        """Memory for `rows` tokens per head, on `like`'s device and in its dtype. flat: shares may come to differ."""
         k, v = like.new_zeros(H * rows, D), like.new_zeros(H * rows, D)
-        kv = cls([rows] * H, k, v, max(width, rows), marks or {}, layer)
+        kv = cls([rows] * H, k, v, max(width, rows), marks or {}, layer, flat)
         kv.state = {n: torch.zeros(s, dtype=t or like.dtype, device=like.device) for n, (s, t) in (state or {}).items()}
         return kv
 
@@ -125,6 +125,12 @@ class Slots:
     def rows(self, slots: Tensor) -> Tensor:
         """Pool rows of slots [H, K] -> [H, K]."""
         return self.base[:, None] + slots
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of slots [H, K], and of no other: two tensors [H, K, D]."""
+        rows = self.rows(slots)
+        k, v = (x.index_select(0, rows.view(-1)).view(*rows.shape, -1) for x in (self.k, self.v))
+        return k, v
 
     # ---- decode: in place, no allocation in proportion to the slots, no host sync ----
 

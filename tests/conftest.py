@@ -38,10 +38,15 @@ def small(name: str, budget: int = 12, **dials: object) -> Policy:
     return REGISTRY[name](**{d: v for d, v in wanted.items() if d in fields(name)})
 
 
+# Other modes that change who is kept or read; tried beside the defaults.
+MODES = {"streaming_llm": [{"positions": "text"}], "triattention": [{"scope": "model"}]}
+
+
 def variants() -> list:
-    """(name, splits) of every registered policy; one that scores comes with all four ways of splitting its budget."""
+    """(name, dials) of every registered policy; one that scores comes with all four ways of splitting its budget."""
     splits = [dict(layers=a, heads=b) for a in ("uniform", "pyramid") for b in ("uniform", "adaptive")]
     every = [(n, s) for n in sorted(REGISTRY) for s in (splits if {"layers", "heads"} <= fields(n) else [{}])]
+    every += [(n, m) for n, modes in MODES.items() if n in REGISTRY for m in modes]
     return [pytest.param(n, s, id="-".join((n, *s.values()))) for n, s in every]
 
 

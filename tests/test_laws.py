@@ -5,6 +5,7 @@ Where a policy scores, all four ways of splitting its budget over layers and hea
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ from nanokv.policy import REGISTRY, Policy, victims
 from nanokv.slots import EMPTY, Slots
 
 VOCAB = 97
-SETTINGS = 72  # of law 2, for each policy, or 32 over all its splits
+SETTINGS = 72  # of law 2, for each policy, or 24 over all its splits
 every_policy = pytest.mark.parametrize("name, splits", variants())
 Check = Callable[[Engine, bool], None]  # after each read: the engine, and whether it was a decode step
 
@@ -40,9 +41,9 @@ def converse(engine: Engine, rng: random.Random, check: Check | None = None) -> 
         return torch.tensor(text[-1:])
 
     for turn in range(turns):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, rng.randint(3, 30))))]
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, rng.randint(3, 25))))]
         engine.chunk = rng.choice((None, None, 1, rng.randint(2, 9)))
-        new, start = rng.randint(1, 14), len(text)
+        new, start = rng.randint(1, 11), len(text)
         text += prompt
         if by_generate:
             fresh = turn == 0 and (turns == 1 or forgets(engine.policy))
@@ -56,7 +57,7 @@ def converse(engine: Engine, rng: random.Random, check: Check | None = None) -> 
 
 
 def random_setting(name: str, splits: dict, rng: random.Random) -> tuple[Transformer, Policy]:
-    H, G = rng.choice(((1, 1), (2, 1), (2, 2), (1, 3), (2, 4)))
+    H, G = rng.choice(((1, 1), (2, 1), (3, 1), (2, 2), (1, 3), (3, 2), (2, 4)))
     shape = dict(n_layers=rng.randint(1, 3), n_heads=H * G, n_kv_heads=H, max_context=160)
     model = tiny(rng.randrange(4), **shape, qkv_bias=rng.random() < 0.3, qk_norm=rng.random() < 0.3)
     dials = dict(sink=rng.randint(0, 3), window=rng.randint(1, 4), interval=rng.choice((1, 1, 2, 4)))
@@ -87,7 +88,7 @@ def test_1_a_budget_that_suffices_changes_nothing(name, splits, length):
 
 @every_policy
 def test_2_logits_are_those_of_a_dense_oracle(name, splits):
-    for seed in range(8 if splits else SETTINGS):
+    for seed in range(6 if splits else SETTINGS):
         rng = random.Random(f"{name} {seed}")
         model, policy = random_setting(name, splits, rng)
         engine, positions = Engine(model, policy), getattr(policy, "positions", "text")
@@ -238,10 +239,10 @@ def test_7_what_stands_in_unused_slots_never_matters(name, splits):
             assert (logits - runs[1][p]).abs().max() < 1e-5, f"seed {seed}, {policy}: token {p}"
 
 
-@pytest.mark.parametrize("name, splits", [v for v in variants() if "uniform-adaptive" not in v.id and "pyramid-uniform" not in v.id])
+@pytest.mark.parametrize("name, splits", [v for v in variants() if not v.id.endswith(("uniform-adaptive", "pyramid-uniform"))])
 def test_8_decode_is_at_most_two_graphs(name, splits):
     torch._dynamo.reset()
-    model, policy, counter, rng = tiny(n_layers=2), small(name, 12, **splits), CompileCounter(), random.Random(8)
+    model, policy, counter, rng = tiny(n_layers=2 if splits.get("layers") == "pyramid" else 1), small(name, 12, **splits), CompileCounter(), random.Random(8)
     plain, engine = Engine(model, policy), Engine(model, policy)
     engine._step = torch.compile(engine._forward, fullgraph=True, backend=counter)
     for length in (3, 12, 30):
@@ -252,5 +253,5 @@ def test_8_decode_is_at_most_two_graphs(name, splits):
 
 def test_every_policy_is_here():
     """A registered name is the name of its file, and every file registers one."""
-    files = {p.stem for p in (__import__("pathlib").Path(nanokv.__file__).parent / "policies").glob("[!_]*.py")}
+    files = {p.stem for p in (Path(nanokv.__file__).parent / "policies").glob("[!_]*.py")}
     assert files == set(REGISTRY)

@@ -2,6 +2,7 @@
 
 import cmath
 import math
+import os
 import pickle
 import random
 
@@ -190,6 +191,16 @@ def test_statistics_of_another_model_are_refused(tmp_path, layer, shape, freqs, 
     assert str(path) in str(error.value) and not kept["count"]
 
 
+class Evil:
+    """What a pickle may do to those who trust it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
 def broken(folder) -> dict[str, str]:
     """Files that hold no statistics, by what is wrong with them."""
     text, empty, short, other = (folder / n for n in ("text.safetensors", "empty.pt", "short.safetensors", "other.safetensors"))
@@ -204,7 +215,7 @@ def broken(folder) -> dict[str, str]:
     save_file({"mean": torch.zeros(1, 2, 4), "size": torch.zeros(1, 2, 3), "freqs": torch.zeros(2)}, shape)
     save_file({"mean": torch.full((1, 2, 4), torch.nan), "size": torch.zeros(1, 2, 2), "freqs": torch.zeros(2)}, nan)
     evil = folder / "evil.pt"
-    evil.write_bytes(pickle.dumps(random.Random(), 2))
+    evil.write_bytes(pickle.dumps(Evil(folder / "done"), 2))
     names = {"layer00_head00": {}, "layer00_head02": {}}
     return {
         "absent": str(folder / "absent.pt"), "a folder": str(folder), "text": str(text), "empty": str(empty), "short": str(short),
@@ -221,3 +232,4 @@ def test_what_is_no_statistics_file_is_said_in_one_sentence(tmp_path):
             load(path)
         words = str(error.value)
         assert path in words and "\n" not in words and "weights_only" not in words and len(words) < 300, (what, words)
+    assert not (tmp_path / "done").exists(), "a file was trusted"

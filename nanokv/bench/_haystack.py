@@ -56,10 +56,14 @@ LEAST = 12  # tokens that a sentence of filler has at least, or nearly
 
 @dataclass(frozen=True)
 class Task:
-    """Sentences to hide (the first is what is asked for; their order is kept if `chained`), and the question."""
+    """Sentences to hide (the first is what is asked for; their order is kept if `chained`), and the question.
+
+    cue: how the answer begins, so that all that is left to say is what was hidden.
+    """
 
     facts: list[str]
     question: str
+    cue: str
     expected: list[str]  # what a right answer contains, all of it
     varied: bool = True  # the filler
     chained: bool = False
@@ -68,38 +72,39 @@ class Task:
 def prose(rng: Random) -> Task:
     """One key in varied prose."""
     (place,), (key,) = rng.sample(HIDDEN, 1), keys(rng, 1)
-    return Task([fact(place, key)], one(place), [key])
+    return Task([fact(place, key)], *one(place), [key])
 
 
 def repeated(rng: Random) -> Task:
     """One key in a few sentences that repeat."""
     (place,), (key,) = rng.sample(HIDDEN, 1), keys(rng, 1)
-    return Task([fact(place, key)], one(place), [key], varied=False)
+    return Task([fact(place, key)], *one(place), [key], varied=False)
 
 
 def multi_key(rng: Random, n: int = 4) -> Task:
     """One key among others of its kind."""
     places, codes = rng.sample(HIDDEN, n), keys(rng, n)
-    return Task([*map(fact, places, codes)], one(places[0]), codes[:1])
+    return Task([*map(fact, places, codes)], *one(places[0]), codes[:1])
 
 
 def multi_value(rng: Random, n: int = 3) -> Task:
     """One place with several keys; all are asked for."""
     (place,), codes = rng.sample(HIDDEN, 1), keys(rng, n)
-    return Task([fact(place, c) for c in codes], f"What are all the secret codes of the {place}? List the numbers.", codes)
+    return Task([fact(place, c) for c in codes], f"What are all the secret codes of the {place}?", f"The secret codes of the {place} are", codes)
 
 
 def multi_query(rng: Random, n: int = 2) -> Task:
     """Several places, and all of their keys are asked for."""
     places, codes = rng.sample(HIDDEN, n), keys(rng, n)
-    return Task([*map(fact, places, codes)], f"What are the secret codes of the {' and the '.join(places)}? List the numbers.", codes)
+    both = " and the ".join(places)
+    return Task([*map(fact, places, codes)], f"What are the secret codes of the {both}?", f"The secret codes of the {both} are", codes)
 
 
 def variables(rng: Random, n: int = 3) -> Task:
     """A chain of variables, each set to the one before; all names are asked for."""
     names, (key,) = ["".join(rng.choices("BCDFGHJKLMNPQRSTVWXZ", k=3)) for _ in range(n)], keys(rng, 1)
     facts = [f"Variable {a} is set to {b}." for a, b in zip(names, [key, *names])]
-    return Task(facts, f"Which variables hold the value {key}? List their names.", names, chained=True)
+    return Task(facts, f"Which variables hold the value {key}?", f"The variables that hold the value {key} are", names, chained=True)
 
 
 KINDS: dict[str, Callable[[Random], Task]] = {
@@ -118,9 +123,9 @@ def fact(place: str, key: str) -> str:
     return f"The secret code of the {place} is {key}."
 
 
-def one(place: str) -> str:
-    """The question for one key."""
-    return f"What is the secret code of the {place}? Answer with the number only."
+def one(place: str) -> tuple[str, str]:
+    """The question for one key, and how its answer begins."""
+    return f"What is the secret code of the {place}?", f"The secret code of the {place} is"
 
 
 def sentences(rng: Random, varied: bool = True) -> Iterator[str]:
@@ -182,7 +187,9 @@ def hide(tokenizer: Tokenizer, task: Task, length: int, depth: float, after: boo
         for place, fact in sorted(zip(at, task.facts), reverse=True):
             text.insert(round(place * len(filler)), fact)
         parts = [" ".join(text), task.question]
-        return asked(tokenizer, "\n\n".join(parts if after else parts[::-1]))
+        if after:
+            return asked(tokenizer, "\n\n".join(parts), task.cue)
+        return asked(tokenizer, "\n\n".join(reversed(parts)))  # no cue, for it would repeat the question
 
     filler, missing = [], length - len(ids([]))
     if missing < 0:
@@ -197,8 +204,8 @@ def hide(tokenizer: Tokenizer, task: Task, length: int, depth: float, after: boo
     return Prompt(ids(filler), task.expected, length, at[0])
 
 
-def asked(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A prompt's tokens, through the model's chat template if it has one."""
+def asked(tokenizer: Tokenizer, text: str, cue: str = "") -> list[int]:
+    """A prompt's tokens, through the model's chat template if it has one, and the answer's beginning."""
     if tokenizer.chat_template is None:
-        return tokenizer.encode(f"{text}\nAnswer:")
-    return tokenizer.chat([{"role": "user", "content": text}])
+        return tokenizer.encode(f"{text}\n\nAnswer: {cue}".rstrip())
+    return tokenizer.chat([{"role": "user", "content": text}]) + tokenizer.encode(cue, bos=False)

@@ -52,7 +52,7 @@ class RKV(Scoring):
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor | None) -> None:
         q, pos = q[:, :, -self.window :], pos[-self.window :]
-        kv.state["queries"].index_copy_(2, pos % self.window, q)  # a ring: their mean has no order
+        kv.state["queries"].index_copy_(2, pos % self.window, q)  # a ring, full long before anything is scored
 
     def score(self, kv: Slots) -> Tensor:
         time = kv.pos.masked_fill(~kv.live, 2**31 - 1).argsort(1)[:, : max(kv.shares)]  # [H, M], the empty ones last
@@ -61,9 +61,8 @@ class RKV(Scoring):
         k = kv.k[kv.rows(time).clamp(max=len(kv.k) - 1)].float().masked_fill(~live[..., None], 0)  # [H, M, D]
         logits = (kv.state["queries"].float() @ k[:, None].mT).amax(1) * kv.scale  # [H, w, M]
         probs = logits.masked_fill(~old[:, None], torch.finfo(torch.float32).min).softmax(-1)
-        asked = torch.arange(self.window, device=k.device)[:, None] < kv.now  # early on there are fewer
-        seen = ((probs * asked).sum(1) / asked.sum()).masked_fill(~old, 0)
-        z = self.mix * torch.max_pool1d(seen, self.kernel, 1, self.kernel // 2) - (1 - self.mix) * redundancy(k, live, self.alike)
+        pooled = torch.max_pool1d(probs.mean(1).masked_fill(~old, 0), self.kernel, 1, self.kernel // 2)
+        z = self.mix * pooled - (1 - self.mix) * redundancy(k, live, self.alike)
         return z.new_zeros(kv.pos.shape).scatter_(1, time, z)
 
 

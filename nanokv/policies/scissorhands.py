@@ -1,9 +1,8 @@
 """Drop, a batch at a time, the tokens that the last queries ignored most often.
 
-The lesson: importance persists. Nearly all tokens that will matter have mattered before, so count: in
-how many of the last `history` attention rows did a token get less than its fair share, 1 / (tokens in
-sight)? A count is no magnitude: 30 % of a row is worth no more than 15 %. A row older than the token
-says nothing about it, so the young are favoured (H2O: the old).
+The lesson: importance persists. Nearly all tokens that will matter have mattered before, so count: in how
+many of the last `history` attention rows did a token get less than its fair share, 1 / (tokens in sight)?
+30 % of a row counts no more than 15 %. Rows older than a token do not judge it: that favours the young.
 
 Paper: Liu et al. 2023, https://arxiv.org/abs/2305.17118. w = history, r = window, m = interval.
 
@@ -51,30 +50,31 @@ class Scissorhands(Scoring):
         return {"low": ((G, -(-self.history // 8)), torch.uint8)}
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
-        held, bits = (x[:, : probs.shape[-1]] for x in (kv.pos, kv.marks["low"]))  # [H, K], [H, K, G, bytes]
-        seen = (held[:, None] >= 0) & (held[:, None] <= pos[:, None])  # [H, S, K]: not by a row older than the token
-        place = pos % self.history  # of each row in the ring
-        byte, bit = place // 8, (1 << place % 8).byte()
+        H, G, S, K = probs.shape
+        held, bits = kv.pos[:, None, :K], kv.marks["low"][:, :K]  # [H, 1, K], [H, K, G, bytes]
+        seen = (held >= 0) & (held <= pos[:, None])  # [H, S, K]: not by a row older than the token
+        byte, bit = pos % self.history // 8, (1 << pos % self.history % 8).byte()  # each row's place in the ring
         low = ((probs < self._fair(probs, seen, pos)) & seen[:, None]) * bit[:, None]  # [H, G, S, K]
-        if len(pos) > 1:  # rows of a text share bytes, and add up; a step touches one byte of every slot
-            n = bits.shape[-1]
-            low = low.new_zeros(*low.shape[:2], n, low.shape[3]).index_add_(2, byte, low)
-            byte, bit = torch.arange(n, device=pos.device), bit.new_zeros(n).index_add_(0, byte, bit)
-        bits.index_copy_(3, byte, bits.index_select(3, byte) & ~bit | low.permute(0, 3, 1, 2))
+        if S > 1:  # a text: its rows share bytes, and add up
+            low = low.new_zeros(H, G, bits.shape[3], K).index_add_(2, byte, low)
+            bit = bit.new_zeros(bits.shape[3]).index_add_(0, byte, bit)
+        low = low.flatten(0, 2).mT.contiguous().view(K, H, G, -1).transpose(0, 1)  # (a flat transposition is the fast one)
+        if S > 1:
+            bits.bitwise_and_(~bit).bitwise_or_(low)
+        else:  # a step touches one byte of every slot
+            bits.index_copy_(3, byte, bits.index_select(3, byte) & ~bit | low)
 
     def _fair(self, probs: Tensor, seen: Tensor, pos: Tensor) -> Tensor:
         """What a token must reach in a row not to be low, broadcast to [H, G, S, K]."""
-        if self.threshold == "paper":
-            return (1 / (pos + 1))[:, None]
-        n = seen.sum(-1, keepdim=True)[:, None]  # tokens in sight [H, 1, S, 1]
-        if self.threshold == "visible":
-            return 1 / n
+        n = seen.sum(-1, keepdim=True, dtype=torch.int32)[:, None]  # tokens in sight [H, 1, S, 1]
+        if self.threshold != "quantile":
+            return 1 / n if self.threshold == "visible" else (1 / (pos + 1))[:, None]
         ranked = probs.masked_fill(~seen[:, None], -1).sort(-1).values  # those out of sight come first
-        return ranked.gather(-1, (probs.shape[-1] - n + 9 * (n - 1) // 10).expand(*probs.shape[:3], 1))
+        return ranked.gather(-1, (probs.shape[-1] - n + 9 * (n - 1) // 10).long().expand(*probs.shape[:3], 1))
 
     def score(self, kv: Slots) -> Tensor:
         x = kv.marks["low"]
         x = (x & 0x55) + (x >> 1 & 0x55)  # how many bits of each byte are 1: neighbours add up, then pairs, then halves
         x = (x & 0x33) + (x >> 2 & 0x33)
-        low = ((x & 0x0F) + (x >> 4)).sum((2, 3)).float()  # [H, N]
+        low = ((x & 0x0F) + (x >> 4)).flatten(2).sum(2, dtype=torch.int32).float()  # [H, N]
         return -low / (kv.now - kv.pos).clamp(1, self.history) if self.norm else -low  # per row that could see the token

@@ -67,7 +67,7 @@ class SnapKV(Scoring):
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
         votes = probs.mean((1, 2)) if self.group == "mean" else probs.mean(2).amax(1)  # [H, T]
-        voters = (kv.pos >= pos[0]) | ~kv.live  # the pool runs over the prefix alone
+        voters = kv.pos >= pos[0]  # the pool runs over the prefix alone
         pool, outside = (F.max_pool1d, -torch.inf) if self.pooling == "max" else (F.avg_pool1d, 0)
         votes = pool(votes.masked_fill(voters, outside), self.kernel, 1, self.kernel // 2)
         kv.marks["votes"].copy_(votes.clamp(min=1e-37).masked_fill(voters, 2.0))  # 0: a generated token

@@ -171,6 +171,11 @@ def test_what_is_not_chosen_is_not_touched():
     assert sparse[0] == 2 * 32 and (engine.model.out[:, :, :31] - 1).abs().max() < 1e-6
 
 
+def test_nothing_is_gathered_while_the_pages_fit():
+    engine = read(Quest(budget=8, page=2, dense=0), ALL, [0, 1])
+    assert engine.policy.read(engine.slots[0], now_asking(engine)) is None
+
+
 def test_the_bound_holds():
     """No key of a page has a larger product with the query than its box allows."""
     for seed in range(20):

@@ -72,6 +72,25 @@ def test_under_a_hard_budget_picks_make_room_and_then_the_oldest_of_the_answer()
     assert kept(engine) == [[0, 1, 10, 11, 14, 18, 19]]
 
 
+def test_without_a_share_the_prompt_goes_before_any_of_the_answer():
+    Q = torch.zeros(1, 8, 2)
+    engine = replay(snap(3, window=1, recent=0, prompt_share=0.0), Q, Q, Q)
+    engine.extend([0])
+    for t in range(1, 5):
+        step(engine, t)
+    assert kept(engine) == [[2, 3, 4]]  # 0 went, then 1
+
+
+def test_a_token_without_any_vote_is_still_one_of_the_prompt():
+    K = torch.zeros(1, 12, 2)
+    K[0, 3] = 100.0  # beside it every other weight is 0 exactly
+    engine = replay(snap(9, kernel=1), K + 100, K, K)
+    engine.extend(range(8))
+    for t, want in ((8, [0, 1, 2, 3, 4, 5, 6, 7, 8]), (9, [0, 1, 2, 3, 4, 6, 7, 8, 9]), (10, [0, 1, 2, 3, 6, 7, 8, 9, 10])):
+        step(engine, t)
+        assert kept(engine) == [want]
+
+
 def test_defaults_leave_room_in_a_small_budget():
     assert (make("snapkv").window, make("snapkv").recent) == (32, 16)
     assert (make("snapkv", budget="20").window, make("snapkv", budget="20").recent) == (10, 10)

@@ -7,7 +7,7 @@ Queries, keys and values are those after RoPE: the engine's own rotation is made
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -109,16 +109,16 @@ def conversation(rng: random.Random, T: int) -> list[Turn]:
 Vectors = list[list[list[float]]]  # [heads][T][4]
 
 
-def vectors(rng: random.Random, H: int, G: int, T: int) -> tuple[Vectors, Vectors]:
-    """Q [H * G][T][4] and K [H][T][4]: floats; or small integers, keys alike and queries of zeros among them; or queries so loud that one key wins.
+def vectors(rng: random.Random, H: int, G: int, T: int, kinds: str = "float integer loud") -> tuple[Vectors, Vectors]:
+    """Q [H * G][T][4] and K [H][T][4]: floats; or small integers, with queries of zeros; or queries so loud that one key wins.
 
-    With 4 channels the logit scale is 1/2, so integers give the same logits in float32 and in float64.
+    Some keys are alike. With 4 channels the logit scale is 1/2, so integers give float32 and float64 the same logits.
     """
 
     def table(heads: int, number: Callable[[], float]) -> Vectors:
         return [[[number() for _ in range(4)] for _ in range(T)] for _ in range(heads)]
 
-    kind = rng.choice(("float", "integer", "loud"))
+    kind = rng.choice(kinds.split())
     if kind == "float":
         return table(H * G, lambda: round(rng.gauss(0, 1.5), 2)), table(H, lambda: round(rng.gauss(0, 1.5), 2))
     if kind == "loud":  # few keys share a row, so that sums of shares stay exact
@@ -132,12 +132,33 @@ def vectors(rng: random.Random, H: int, G: int, T: int) -> tuple[Vectors, Vector
 def attention(q: list[float], keys: list[list[float]]) -> list[float]:
     """What one query pays to each key, on lists."""
     logits = [sum(a * b for a, b in zip(q, k)) / len(q) ** 0.5 for k in keys]
-    weights = [math.exp(x - max(logits)) for x in logits]
-    return [w / sum(weights) for w in weights]
+    most = max(logits)
+    weights = [math.exp(x - most) for x in logits]
+    total = sum(weights)
+    return [w / total for w in weights]
 
 
 class Delicate(Exception):
     """A decision so close that float32 may see it otherwise than float64."""
+
+
+# (policy, Q of a KV head's query heads, its K, turns, its share of slots, count of ties) -> who is held after every turn
+Naive = Callable[[Policy, Vectors, list[list[float]], list[Turn], int, list[int]], Iterable[list[int]]]
+
+
+def check(naive: Naive, policy: Policy, turns: list[Turn], QK: tuple[Vectors, Vectors], ties: list[int]) -> None:
+    """Engine and oracle hold the same tokens after every turn. Where heads own different shares, those are the engine's."""
+    Q, K = QK
+    engine = replay(policy, torch.tensor(Q), torch.tensor(K), torch.ones_like(torch.tensor(K)))
+    got = []
+    for turn in turns:
+        turn.play(engine)
+        got.append(kept(engine))
+    shares, G = engine.slots[0].shares, len(Q) // len(K)
+    assert policy.heads == "adaptive" or shares == [policy.budget] * len(K)
+    for h, share in enumerate(shares):
+        want = list(naive(policy, Q[h * G : h * G + G], K[h], turns, share, ties))
+        assert [heads[h] for heads in got] == want, f"head {h}, {policy}, {turns}"
 
 
 def agree(case: Callable[[random.Random], None], cases: int = 300) -> None:

@@ -1,0 +1,115 @@
+"""The promise: what a run will take, said before it starts, refused if it does not fit.
+
+The insight: with a fixed budget every byte is known in advance, so "will it fit?" is arithmetic, and
+so is the question behind it: how long may the text be? Nothing here reads a weight.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .memory import Prefill, kv_bytes, plan_prefill
+from .model import ModelConfig
+from .policy import Policy
+
+GiB = 1 << 30
+
+# Bytes a number of the layers' matrices takes, and one of the embedding and the head.
+FORMATS = {
+    "int8": (1.0, 1.0, "8 bits a weight, a scale per row"),
+    "int4": (0.5 + 4 / 32, 1.0, "layers: 4 bits a weight and a 16-bit scale and zero for every 32 (5 bits); embedding and head: 8 bits"),
+}
+
+
+def size(text: str) -> int:
+    """Bytes of "24GiB", "16 GB", "800MiB". ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.I)
+    if not found:
+        raise ValueError(f"a size of memory looks like 24GiB or 800MB, not {text!r}")
+    unit = (found[2] or "").lower()
+    base = 1024 if unit.endswith("i") else 1000
+    return int(float(found[1]) * base ** (" kmgt".index(unit[0]) if unit else 0))
+
+
+def human(n: float) -> str:
+    """Bytes, readable: 1.5 GiB, 20.3 MiB, 812 B."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(n) >= scale:
+            return f"{n / scale:,.2f} {unit}"
+    return f"{n:.0f} B"
+
+
+def available() -> int:
+    """Bytes of memory that this machine could give a program now (Linux; elsewhere: no limit known, so 2^62)."""
+    try:
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 1 << 62
+
+
+def weight_bytes(c: ModelConfig, weights: str, itemsize: int) -> int:
+    """The weights, `native` (itemsize bytes a number), int8 or int4; a tied head is counted once."""
+    table = c.vocab_size * c.dim * (1 if c.tied else 2)
+    attention = c.dim * (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + c.n_heads * c.head_dim * c.dim
+    matrices = c.n_layers * (attention + 3 * c.dim * c.ffn_dim)
+    norms = (c.n_layers * (2 * c.dim + 2 * c.head_dim * c.qk_norm) + c.dim) * itemsize
+    if weights == "native":
+        return (table + matrices) * itemsize + norms
+    layer, outer, _ = FORMATS[weights]
+    return int(matrices * layer + table * outer) + norms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run takes, in bytes."""
+
+    config: ModelConfig
+    policy: Policy
+    prompt: int  # tokens
+    new: int
+    chunk: int | None
+    itemsize: int
+    weights: str = "native"
+
+    @property
+    def prefill(self) -> Prefill:
+        return plan_prefill(self.config, self.policy, self.prompt, self.new, self.chunk, self.itemsize)
+
+    @property
+    def peak(self) -> int:
+        """Weights and everything else, at the worst moment."""
+        return weight_bytes(self.config, self.weights, self.itemsize) + self.prefill.peak
+
+    def lines(self) -> list[tuple[str, int, str]]:
+        """(what, bytes, remark) of the table."""
+        c, p, tokens = self.config, self.prefill, self.prompt + self.new
+        per_token = kv_bytes(c, 1, self.itemsize)
+        rows = self.policy.plan(c.n_layers, self.prompt, self.new)
+        mean = sum(rows) / len(rows)
+        remark = f"{FORMATS[self.weights][2]}" if self.weights in FORMATS else f"{8 * self.itemsize} bits a weight"
+        full = kv_bytes(c, tokens, self.itemsize)
+        read = min(self.policy.budget or tokens, tokens) if self.policy.name == "quest" else min(mean, tokens)
+        return [
+            ("weights", weight_bytes(c, self.weights, self.itemsize), remark),
+            ("keys and values", p.pools, f"{mean:,.0f} slots a head x {human(per_token)} a token; full would hold {human(full)}"),
+            ("read a token", int(read) * per_token, "keys and values that one decode step reads"),
+            ("bookkeeping", p.bookkeeping, "positions, free slots, the policy's marks and state"),
+            ("scratch", p.scratch, "one layer's keys and values while a text is read"),
+            ("activations", p.activations, "the residual stream and one block of rows"),
+            ("peak", self.peak, f"prompt {self.prompt:,} + {self.new:,} new tokens"),
+        ]
+
+
+def table(plan: Plan) -> str:
+    """The plan as text, the total last."""
+    return "\n".join(f"{what:16} {human(n):>12}   {remark}" for what, n, remark in plan.lines())
+
+
+def most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n up to `limit` that fits, by bisection; 0 if none does."""
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

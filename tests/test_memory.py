@@ -1,0 +1,101 @@
+"""Bytes: the formula against figures that the field quotes, and the plan against what torch really allocates."""
+
+import weakref
+
+import pytest
+import torch
+from conftest import tiny, variants
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanokv.engine import Engine
+from nanokv.memory import bookkeeping_bytes, kv_bytes, plan_prefill, pool_bytes
+from nanokv.model import ModelConfig
+from nanokv.policy import make
+
+GIB = 2**30
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of all storages that come to life in here: now, and at most. Knows nothing of who asked for them."""
+
+    def __init__(self, *known: torch.Tensor):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = {t.untyped_storage()._cdata: None for t in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._seen:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._gone(key, size))
+                self.now += size
+                self.peak = max(self.peak, self.now)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.now -= size
+        del self._seen[key]
+
+
+def shape(layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(32000, 128 * heads, layers, heads, kv_heads, 128, 11008)
+
+
+@pytest.mark.parametrize(
+    "c, tokens, itemsize, expected",
+    [
+        (shape(32, 32, 32), 1, 2, 0.5 * 2**20),  # Llama-2-7B: half a MiB a token
+        (shape(32, 32, 32), 8192, 2, 4 * GIB),
+        (shape(32, 32, 32), 32768, 2, 16 * GIB),
+        (shape(40, 40, 40), 8192, 2, 6.25 * GIB),  # Llama-2-13B
+        (shape(32, 32, 8), 8192, 2, 1 * GIB),  # Llama-3-8B: grouped queries
+        (shape(32, 32, 8), 8192, 4, 2 * GIB),
+    ],
+)
+def test_the_formula_gives_the_figures_people_quote(c, tokens, itemsize, expected):
+    assert kv_bytes(c, tokens, itemsize) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, splits", variants())
+def test_what_stands_is_what_was_counted(name, splits, dtype):
+    model = tiny().to(dtype)
+    budget = {} if name == "full" else {"budget": 64}
+    policy = make(name, **budget, **splits)
+    engine = Engine(model, policy)
+    engine.reset(100, 20)
+    c, rows = model.config, policy.plan(model.config.n_layers, 100, 20)
+    pools = [x for kv in engine.slots for x in (kv.k, kv.v)]
+    assert pool_bytes(c, rows, dtype.itemsize) == sum(x.untyped_storage().nbytes() for x in pools)
+    beside = {
+        id(x): x.untyped_storage().nbytes()
+        for kv in engine.slots
+        for x in [*vars(kv).values(), *kv.marks.values(), *kv.state.values()]
+        if isinstance(x, torch.Tensor) and x is not kv.freqs and not any(x is pool for pool in pools)
+    }
+    counted, real = bookkeeping_bytes(c, policy, rows, dtype.itemsize), sum(beside.values())
+    assert counted == real
+
+
+@pytest.mark.parametrize("chunk", [None, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, dials", [("full", {}), ("window", {"budget": 256}), ("streaming_llm", {"budget": 256})])
+def test_the_peak_of_a_prompt_is_the_planned_one(name, dials, dtype, chunk):
+    model = tiny(dim=192, n_heads=6, n_kv_heads=2, head_dim=32, ffn_dim=512).to(dtype)
+    policy, prompt = make(name, **dials), [5] * 1500
+    engine = Engine(model, policy, chunk)
+    with Allocations(engine.freqs, *model.parameters()) as memory:
+        next(engine.generate(prompt, 8))
+    planned = plan_prefill(model.config, policy, len(prompt), 8, chunk, dtype.itemsize)
+    assert 0.95 < planned.peak / memory.peak < 1.05
+    assert planned.pools + planned.bookkeeping <= memory.now < 1.02 * (planned.pools + planned.bookkeeping)
+
+
+def test_chunks_bound_the_scratch_whatever_the_length():
+    c, policy = tiny().config, make("window", budget=256)
+    plans = [plan_prefill(c, policy, n, 8, 128, 4).peak for n in (1000, 10_000, 1_000_000)]
+    assert plans[0] == plans[1] == plans[2]
+    assert plan_prefill(c, policy, 10_000, 8, None, 4).peak > 5 * plans[0]
