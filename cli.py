@@ -33,11 +33,11 @@ def parser() -> Parser:
     p = Parser("nanokv", nanokv.__doc__)
     add = p.add_argument
     add("prompt", nargs="?", help="what to answer; - or a pipe: standard input (its last newline is left away)")
-    add("-p", "--prompt", dest="prompt_option", metavar="PROMPT", help="the same, for a prompt that begins with a dash: --prompt=-x")
+    add("-p", "--prompt", dest="prompt_option", metavar="PROMPT", help="the same; one that begins with a dash: --prompt=-x")
     add("-f", "--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 text file")
     add("-sys", "--system", metavar="TEXT", help="the system message")
     add("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
-    add("-m", "--model", default="smollm2-135m", help="a name, a directory with config.json, or a .gguf file (default: %(default)s)")
+    add("-m", "--model", default="smollm2-135m", help="a name, a directory, or a .gguf file (default: %(default)s)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--threads", type=positive, metavar="N", help="CPU threads")
@@ -47,8 +47,8 @@ def parser() -> Parser:
     answer.add_argument("-n", "--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     answer.add_argument("-t", "--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
     answer.add_argument("--top-k", type=int, default=0, metavar="N", help="of the N likeliest tokens (0: all)")
-    answer.add_argument("--top-p", type=float, default=1.0, metavar="X", help="of the likeliest that hold this share (1: all)")
-    answer.add_argument("--min-p", type=float, default=0.0, metavar="X", help="of those X times as likely as the likeliest (0: all)")
+    answer.add_argument("--top-p", type=float, default=1.0, metavar="X", help="of the likeliest with this share (1: all)")
+    answer.add_argument("--min-p", type=float, default=0.0, metavar="X", help="of those X times as likely as the best (0: all)")
     answer.add_argument("-s", "--seed", type=int, metavar="N", help="drawn and printed unless given")
     answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     answer.add_argument("--ignore-eos", action="store_true", help="go on when the model would end")
@@ -101,7 +101,7 @@ def prompt_ids(o: argparse.Namespace, prompt: str, tokenizer: "Tokenizer") -> li
     """The prompt's tokens: through the chat template where the model has one, unless --raw."""
     chat = tokenizer.chat_template is not None and not o.raw
     if o.system is not None and not chat:
-        raise UsageError("--system needs a chat template: " + ("it does not go with --raw" if o.raw else f"{o.model} has none"))
+        raise UsageError(f"--system needs a chat template, and {o.model} has none")
     if chat:
         system = [] if o.system is None else [{"role": "system", "content": o.system}]
         return tokenizer.chat([*system, {"role": "user", "content": prompt}])
@@ -149,7 +149,9 @@ def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", id
     return answer
 
 
-def report(o: argparse.Namespace, engine: "Engine", ids: list[int], answer: Answer, seed: int | None, load_s: float) -> dict[str, Any]:
+def report(
+    o: argparse.Namespace, engine: "Engine", ids: list[int], answer: Answer, seed: int | None, load_s: float
+) -> dict[str, Any]:
     """The run as one dictionary: what --json prints. Its names are stable."""
     from nanokv.memory import kv_bytes, plan_prefill
 
@@ -242,8 +244,8 @@ def run(o: argparse.Namespace) -> int:
         raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {model.config.vocab_size}")
     if policy.note:
         note(policy.note)
-    if len(ids) + o.max_new_tokens > model.config.max_context:
-        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {model.config.max_context} that {o.model} was trained on")
+    if len(ids) + o.max_new_tokens > (trained := model.config.max_context):
+        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {trained} that {o.model} was trained on")
     engine = nanokv.Engine(model, policy, o.chunk)
     answer = answered(o, engine, tokenizer, ids, replace(sample, valid_vocab=tokenizer.vocab_size))
     r = report(o, engine, ids, answer, sample.seed if o.temperature else None, load_s)

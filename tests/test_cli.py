@@ -136,12 +136,17 @@ def test_raw_and_template_and_system(run):
 def test_every_way_to_give_a_prompt_is_the_same(run, monkeypatch, tmp_path):
     expected = run("one two", "-n", "5")
     file = tmp_path / "prompt.txt"
-    file.write_bytes(b"\xef\xbb\xbfone two\r\n")
+    file.write_bytes(b"one two\r\n")
     assert run("-p", "one two", "-n", "5") == expected
     assert run("--prompt_file", str(file), "-n", "5") == expected
     for arguments in ([], ["-"], ["-f", "-"]):
         pipe(monkeypatch, b"one two\n")
         assert run(*arguments, "-n", "5") == expected
+
+
+def test_a_file_gives_its_text_without_mark_and_last_newline():
+    assert cli.decoded("\ufeffé\n\r\n".encode(), "a file") == "é\n"
+    assert cli.decoded(b"no end\r", "a file") == "no end\r"
 
 
 def test_stop_texts_end_the_answer_before_them(run):

