@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import nanokv
-from nanokv.options import Parser, UsageError, add_memory_options, policy_asked, positive, usage
+from nanokv.options import Parser, UsageError, add_memory_options, list_policies, policy_asked, positive, usage
 
 if TYPE_CHECKING:  # these cost seconds of importing torch: only once there is something to run
     from nanokv.engine import Engine
@@ -200,18 +200,21 @@ def stats_line(r: dict[str, Any]) -> str:
     return " | ".join(parts + ([f"seed {r['seed']}"] if r["seed"] is not None else []))
 
 
-def list_policies() -> None:
-    import dataclasses
+def planned(o: argparse.Namespace) -> int:
+    """Print what a run would take -> 0, or 1 if it does not fit."""
+    from nanokv.loading import find
+    from nanokv.plan import Plan, available, show, size
 
-    import nanokv.policies
-    from nanokv.policy import REGISTRY
-
-    for name, cls in sorted(REGISTRY.items()):
-        lesson = sys.modules[cls.__module__].__doc__ or ""
-        dials = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(cls))
-        paper = re.search(r"Paper:.*?(https?://[^\s),;]+)", lesson, re.S)
-        print(f"{name}\n    {lesson.strip().splitlines()[0]}\n    dials: {dials or 'none'}")
-        print(f"    paper: {paper[1].rstrip('.') if paper else 'none'}")
+    with usage():
+        policy, limit = policy_asked(o), size(o.memory) if o.memory else available()
+    source = find(o.model, o.dtype, read=False)
+    tokens = o.context or source.config.max_context
+    new = min(o.max_new_tokens, tokens // 2)
+    plan = Plan(source.config, policy, tokens - new, new, o.chunk, source.dtype.itemsize, o.weights)
+    problem = show(plan, o.model, limit)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problem else 0
 
 
 def run(o: argparse.Namespace) -> int:
@@ -226,26 +229,35 @@ def run(o: argparse.Namespace) -> int:
     warnings.showwarning = note
     import torch
 
-    from nanokv.loading import device_named, load
+    from nanokv.loading import device_named, find
+    from nanokv.plan import Plan, available, size, table, verdict
     from nanokv.sample import Sampler
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
+        limit = size(o.memory) if o.memory else available()
         sample = Sampler(o.temperature, o.top_k, o.top_p, o.min_p, o.seed)
         if not all(o.stop):
             raise ValueError("--stop needs a text")
     if o.threads:
         torch.set_num_threads(o.threads)
     start = perf_counter()
-    model, tokenizer = load(o.model, o.dtype, str(device))
-    load_s = perf_counter() - start
+    source = find(o.model, o.dtype, str(device), read=not o.random_weights)
+    if o.random_weights:
+        source = replace(source, path=None)
+        note("random weights: memory and speed are real, the text is noise")
+    tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
-    if max(ids) >= model.config.vocab_size:
-        raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {model.config.vocab_size}")
+    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, source.dtype.itemsize)
+    if problem := verdict(plan, limit):
+        print(table(plan), file=sys.stderr)
+        raise MemoryError(problem)
+    model = source.model()
+    load_s = perf_counter() - start
     if policy.note:
         note(policy.note)
-    if len(ids) + o.max_new_tokens > (trained := model.config.max_context):
-        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {trained} that {o.model} was trained on")
+    if len(ids) + o.max_new_tokens > model.config.max_context:
+        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {model.config.max_context} that {o.model} was trained on")
     engine = nanokv.Engine(model, policy, o.chunk)
     answer = answered(o, engine, tokenizer, ids, replace(sample, valid_vocab=tokenizer.vocab_size))
     r = report(o, engine, ids, answer, sample.seed if o.temperature else None, load_s)
@@ -274,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             list_policies()
             print(end="", flush=True)
             return 0
+        if o.plan:
+            return planned(o)
         return run(o)
     except BrokenPipeError:  # the reader has what it wanted; Python must not try again when it ends
         for descriptor in (1, 2):

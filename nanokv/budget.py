@@ -33,8 +33,7 @@ def pyramid(mean: int, n_layers: int, most: int, beta: float, least: int = 0) ->
     rows = [b - a for a, b in zip([0, *edges], edges)]
     for layer in range(n_layers):
         while rows[layer] < least:
-            widest = max(range(n_layers), key=lambda i: (rows[i], i))
-            rows[widest] -= 1
+            rows[rows.index(max(rows))] -= 1
             rows[layer] += 1
     return rows
 

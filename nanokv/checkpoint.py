@@ -40,17 +40,44 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch
     or does not fit.
     """
     path = Path(path)
-    if path.is_file():
-        weights: Weights = GGUF(path)
-        config = weights.config() | {"dtype": "float32"}
-    else:
-        config = read_json(path / "config.json")
-        weights = Safetensors(path)
+    config = read_config_of(path)
+    weights: Weights = GGUF(path) if path.is_file() else Safetensors(path)
     try:
         shape = _fitted(read_config(config), weights)
-        return _fill(shape, weights, dtype or _own_dtype(config, weights, device), device)
+        return _fill(shape, weights, dtype or own_dtype(config, device, weights), device)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_config_of(path: Path) -> dict[str, Any]:
+    """A checkpoint's config, in config.json's words, without touching its weights."""
+    return GGUF(path).config() | {"dtype": "float32"} if path.is_file() else read_json(path / "config.json")
+
+
+def random_model(shape: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> Transformer:
+    """A model of this shape with random weights: memory and speed are real, what it says is noise."""
+    torch.manual_seed(seed)
+    model = _allocated(shape, dtype, device)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:  # a few rows of noise, repeated: drawing 7 billion numbers would take minutes
+            rows = torch.randn(min(len(parameter), 64), parameter.shape[1], device=device).to(dtype) * 0.02
+            for part in parameter.split(len(rows)):
+                part.copy_(rows[: len(part)])
+    return model
+
+
+def _allocated(c: ModelConfig, dtype: torch.dtype, device: str | torch.device) -> Transformer:
+    """A Transformer whose parameters have their memory, once, and no values yet."""
+    with torch.device("meta"):
+        model = Transformer(c)
+    if c.tied:
+        model.head.weight = None  # or to_empty would allocate it a second time
+    model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    if c.tied:
+        model.head.weight = model.embed.weight
+    return model
 
 
 def stop_ids(path: Path) -> set[int]:
@@ -135,10 +162,11 @@ def name_table(c: ModelConfig) -> dict[str, tuple[str, slice]]:
     return table
 
 
-def _own_dtype(config: Mapping, weights: Weights, device: str | torch.device) -> torch.dtype:
+def own_dtype(config: Mapping, device: str | torch.device, weights: Weights | None = None) -> torch.dtype:
+    """The dtype that a config names, else the one the embedding is stored in, as `load_model` takes it."""
     name = config.get("dtype") or config.get("torch_dtype")
-    if name is None and EMBED in weights.shapes:
-        name = weights.tensor(EMBED).dtype
+    if name is None:
+        name = weights.tensor(EMBED).dtype if weights and EMBED in weights.shapes else torch.bfloat16
     name = str(name).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"config.json names the dtype {name}; known: {', '.join(DTYPES)}")
@@ -160,19 +188,14 @@ def _fitted(c: ModelConfig, weights: Weights) -> ModelConfig:
 def _fill(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | torch.device) -> Transformer:
     """A Transformer with every parameter read. Raises ValueError naming the first tensor that does not fit."""
     with torch.device("meta"):
-        model = Transformer(c)
-    ours = dict(model.named_parameters())  # a tied head is not among them
+        ours = dict(Transformer(c).named_parameters())  # a tied head is not among them
     table = {name: place for name, place in name_table(c).items() if place[0] in ours}
     _check_names(table, weights.shapes, spare={HEAD} if c.tied else set())
     for name, (place, rows) in table.items():
         expected = tuple(ours[place][rows].shape)
         if weights.shapes[name] != expected:
             raise ValueError(f"tensor {name} has shape {list(weights.shapes[name])}, but the config makes it {list(expected)}")
-    if c.tied:
-        model.head.weight = None  # or to_empty would allocate it a second time
-    model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    if c.tied:
-        model.head.weight = model.embed.weight
+    model = _allocated(c, dtype, device)
     ours = dict(model.named_parameters())
     for name, (place, rows) in table.items():
         value = weights.tensor(name)

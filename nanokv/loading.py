@@ -1,33 +1,85 @@
 """A name -> a model and its tokenizer, ready to run: `model, tokenizer = load("smollm2-135m")`.
 
-The insight: where the files are, what they hold and how the text is cut are three questions with
-three answers elsewhere (`models`, `checkpoint`, `tokenizer`); here they only meet.
+The insight: finding a model and reading it are two steps, and all that a plan needs (its shape, its
+dtype) is known after the first, in milliseconds.
 """
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from .checkpoint import DTYPES, load_model, stop_ids
-from .model import Transformer
-from .models import locate
+from .checkpoint import DTYPES, Safetensors, load_model, own_dtype, random_model, read_config_of, stop_ids
+from .config import read_config
+from .model import ModelConfig, Transformer
+from .models import architecture, locate
 from .tokenizer import Tokenizer, load_tokenizer
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto") -> tuple[Transformer, Tokenizer]:
-    """The model called `name` (a registry name, a directory, or a .gguf file) and its tokenizer.
+class Bytes:
+    """The vocabulary of a model that has none: one token a byte."""
+
+    size, strip_space, pattern = 256, False, re.compile("(?!)")
+
+    def plain(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    whole = plain
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token % 256])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found, and is not yet read. path None: random weights of this shape."""
+
+    path: Path | None
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer; `eos_ids` are all tokens that end an answer."""
+        if self.path is None:
+            return Tokenizer(Bytes())
+        tokenizer = load_tokenizer(self.path)
+        return replace(tokenizer, eos_ids=tokenizer.eos_ids | stop_ids(self.path))
+
+    def model(self) -> Transformer:
+        """The model itself; this reads the weights."""
+        if self.path is None:
+            return random_model(self.config, self.dtype, self.device)
+        return load_model(self.path, self.dtype, self.device)
+
+
+def find(name: str, dtype: str = "auto", device: str = "auto", read: bool = True) -> Source:
+    """The model called `name`: a registry name, a directory, or a .gguf file.
 
     dtype: auto (what the checkpoint is in), float32, bfloat16 or float16. device: auto (a CUDA
-    device if there is one, else the CPU), cpu, cuda, cuda:1, ... `tokenizer.eos_ids` are all tokens
-    that end an answer. Raises ValueError or OSError, in one sentence.
+    device if there is one, else the CPU), cpu, cuda, cuda:1, ... read False: its weights are not
+    needed, so a registry name is enough. Raises ValueError or OSError, in one sentence.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
     place = device_named(device)
-    path = locate(name)
-    tokenizer = load_tokenizer(path)  # first: it is quick, so a mistake in it shows before the weights are read
-    tokenizer = replace(tokenizer, eos_ids=tokenizer.eos_ids | stop_ids(path))
-    return load_model(path, DTYPES.get(dtype), place), tokenizer
+    given = None if read else architecture(name)
+    path = locate(name) if given is None else None
+    if path is not None:
+        given = read_config_of(path)
+    weights = Safetensors(path) if path is not None and path.is_dir() else None  # opened, not read
+    try:
+        return Source(path, read_config(given), DTYPES.get(dtype) or own_dtype(given, place, weights), place)
+    except ValueError as error:
+        raise ValueError(f"{path or name}: {error}") from error
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto") -> tuple[Transformer, Tokenizer]:
+    """The model called `name` and its tokenizer; see `find` for the arguments."""
+    source = find(name, dtype, device)
+    tokenizer = source.tokenizer()  # first: it is quick, so a mistake in it shows before the weights are read
+    return source.model(), tokenizer
 
 
 def device_named(name: str) -> torch.device:

@@ -50,6 +50,12 @@ def locate(name: str) -> Path:
     return _from_registry(name.lower(), entry)
 
 
+def architecture(name: str) -> dict[str, Any] | None:
+    """What config.json says of a model that the registry knows, weights or not; None if it does not know it."""
+    entry = _registry().get(name.lower())
+    return entry and dict(_registry()[entry["like"]]["config"] if "like" in entry else entry["config"])
+
+
 def _from_registry(name: str, entry: Mapping[str, Any]) -> Path:
     folders = _folders()
     for folder in folders:

@@ -94,6 +94,11 @@ def add_memory_options(p: Parser) -> None:
     add("--interval", metavar="N", help="slots freed at a time")
     add("--set", action="append", default=[], metavar="DIAL=VALUE", help="any other dial of the policy; repeatable")
     add("--chunk", type=positive, metavar="N", help="read the prompt N tokens at a time, for a lower peak")
+    add("--memory", metavar="SIZE", help="refuse to start if more than this would be needed, such as 24GiB (default: what the machine has)")
+    add("--plan", action="store_true", help="say what a run would take, and whether it fits, without reading weights")
+    add("--context", type=positive, metavar="N", help="with --plan: tokens of prompt and answer together")
+    add("--weights", default="native", choices=("native", "int8", "int4"), help="with --plan: how the weights are kept")
+    add("--random-weights", action="store_true", help="a registry model's real size with random weights: the text is noise")
 
 
 def policy_asked(o: argparse.Namespace) -> "Policy":
@@ -108,3 +113,18 @@ def policy_asked(o: argparse.Namespace) -> "Policy":
             raise ValueError(f"the dial {name} was given twice")
         dials[name] = value.strip()
     return nanokv.make(o.policy.replace("-", "_"), **dials)
+
+
+def list_policies() -> None:
+    """Print every policy of the registry: its idea, its dials and their defaults, its paper."""
+    import dataclasses
+
+    import nanokv.policies
+    from nanokv.policy import REGISTRY
+
+    for name, cls in sorted(REGISTRY.items()):
+        lesson = sys.modules[cls.__module__].__doc__ or ""
+        dials = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(cls))
+        paper = re.search(r"Paper:.*?(https?://[^\s),;]+)", lesson, re.S)
+        print(f"{name}\n    {lesson.strip().splitlines()[0]}\n    dials: {dials or 'none'}")
+        print(f"    paper: {paper[1].rstrip('.') if paper else 'none'}")

@@ -6,13 +6,13 @@ so is the question behind it: how long may the text be? Nothing here reads a wei
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from .memory import Prefill, kv_bytes, plan_prefill
 from .model import ModelConfig
 from .policy import Policy
 
-GiB = 1 << 30
+ENDLESS = 1 << 34  # tokens: as good as any length
 
 # Bytes a number of the layers' matrices takes, and one of the embedding and the head.
 FORMATS = {
@@ -113,3 +113,55 @@ def most(fits: Callable[[int], bool], limit: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def longest(plan: Plan, limit: int) -> int:
+    """Most tokens, prompt and the plan's new ones together, whose peak stays within `limit` bytes; ENDLESS or more: no end."""
+    prompt = most(lambda n: replace(plan, prompt=n).peak <= limit, ENDLESS)
+    return prompt and plan.new + prompt
+
+
+def largest_budget(plan: Plan, limit: int) -> int:
+    """The largest budget with which the same run stays within `limit` bytes; 0 if none does, or there is no such dial."""
+    if not any(f.name == "budget" for f in fields(plan.policy)):
+        return 0
+
+    def fits(budget: int) -> bool:
+        try:
+            return replace(plan, policy=replace(plan.policy, budget=budget)).peak <= limit
+        except ValueError:  # too small for the policy's protected tokens
+            return True
+
+    budget = most(fits, plan.policy.budget)
+    try:
+        replace(plan.policy, budget=budget)
+    except ValueError:
+        return 0
+    return budget
+
+
+def verdict(plan: Plan, limit: int) -> str:
+    """Does it fit, and if not, what would? Empty if it fits."""
+    if plan.peak <= limit:
+        return ""
+    if budget := largest_budget(plan, limit):
+        way = f"a budget of {budget:,} would fit"
+    elif (tokens := longest(plan, limit) - plan.new) > 0:
+        way = f"a prompt of {tokens:,} tokens would fit, or a policy with a budget, such as --policy streaming_llm"
+    else:
+        way = "no budget makes it fit: its weights alone are too many"
+    return f"{human(plan.peak)} are planned, {human(limit)} are there: {way}"
+
+
+def show(plan: Plan, name: str, limit: int) -> str:
+    """Print the plan and the longest context that fits -> the verdict."""
+    from .policies.full import Full
+
+    c = plan.config
+    print(f"{name}: {c.n_layers} layers, {c.n_heads} query heads, {c.n_kv_heads} KV heads of {c.head_dim}, {8 * plan.itemsize} bits; "
+          f"policy {plan.policy.name}, {plan.prompt + plan.new:,} tokens\n")
+    print(f"{table(plan)}\n\nlongest context in {human(limit)}:")
+    for policy in dict.fromkeys((Full(), plan.policy)):
+        found = longest(replace(plan, policy=policy), limit)
+        print(f"  {policy.name:16} {'any length' if found >= ENDLESS else f'{found:,} tokens' if found else 'none'}")
+    return verdict(plan, limit)

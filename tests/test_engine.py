@@ -112,7 +112,7 @@ def test_the_first_overflow_divides_the_heads_wherever_it_happens():
     adaptive = [n for n in sorted(REGISTRY) if "heads" in fields(n)]
     for name in adaptive:
         for prompt, chunk in ((30, None), (30, 7), (6, None)):
-            engine = Engine(tiny(), small(name, 16, heads="adaptive", sink=1, window=2, floor_ratio=0.0), chunk)
+            engine = Engine(tiny(), small(name, 16, layers="uniform", heads="adaptive", sink=1, window=2, floor_ratio=0.0), chunk)
             engine.extend(tokens(prompt))
             for t in tokens(20, 1):
                 engine.decode(torch.tensor([t]))
@@ -189,7 +189,7 @@ def test_a_users_mistake_is_told(ask, said):
         ask(Engine(tiny(), small("window")))
 
 
-def test_after_an_interrupted_step_no_turn_goes_on_as_if_nothing_had_happened(monkeypatch):
+def test_after_an_interrupted_step_no_turn_goes_on_as_if_nothing_had_happened():
     """A step cut short leaves layers that saw different tokens: going on is refused, or exact; never wrong."""
     model, first, second = tiny(max_context=200), tokens(9), tokens(6, 1)
     engine, calls = Engine(model, small("window", 40)), iter(range(7))

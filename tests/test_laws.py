@@ -183,9 +183,9 @@ INTERRUPTIBLE = (
 
 @every_policy
 def test_6_nothing_leaks_into_the_next_generation(name, splits):
-    model, rng = tiny(max_context=160), random.Random(6)
+    model, rng = tiny(n_layers=2), random.Random(6)
     policy = small(name, 12, **splits)
-    a, b = [rng.randrange(VOCAB) for _ in range(25)], [rng.randrange(VOCAB) for _ in range(20)]
+    a, b = [rng.randrange(VOCAB) for _ in range(20)], [rng.randrange(VOCAB) for _ in range(15)]
     want = generation(Engine(model, policy), a, 6)
     engine = Engine(model, policy)
     generation(engine, b, 11)  # as many tokens in all as `want`: the same memory is used again
