@@ -248,6 +248,8 @@ def run(o: argparse.Namespace) -> int:
         note("random weights: memory and speed are real, the text is noise")
     tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
+    if max(ids) >= source.config.vocab_size:
+        raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {source.config.vocab_size}")
     plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, source.dtype.itemsize)
     if problem := verdict(plan, limit):
         print(table(plan), file=sys.stderr)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 512  # query rows per fused call behind a prefix: bounds the mask, whatever the prompt's length
-WATCHED = 128  # query rows per block of evidence: its logits [H, G, 128, T] stay near the cache
+WATCHED = 128  # query rows per block of evidence, at most
+EVIDENCE = 1 << 24  # probabilities per block of evidence: fewer rows of a longer text, so that the peak stays
 
 
 def attend_prompt(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -37,24 +38,34 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out[:, :, a:b] = F.scaled_dot_product_attention(
             q[:, :, a:b], k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scale
         )
+        del mask, future  # before the next ones are made
     return out
 
 
-def watch_prompt(q: Tensor, k: Tensor, last: int, scale: float, block: int = WATCHED) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, probabilities) for the last `last` of the S queries, block by block.
+def watched_rows(last: int, heads: int, T: int) -> int:
+    """Query rows per block of evidence about T tokens. Up to WATCHED rows in all come in one block."""
+    return WATCHED if last <= WATCHED else min(max(EVIDENCE // (heads * T), 16), WATCHED)
+
+
+def watch_prompt(q: Tensor, k: Tensor, last: int, scale: float, block: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, probabilities) for the last `last` of the S queries, `block` rows at a time.
 
     q [H, G, S, D]; k [H, T, D] in time order, the S new tokens last. The probabilities are
     float32 [H, G, C, K]: C query rows over the first K tokens; later tokens are in their future.
     """
-    (H, G, S, D), T = q.shape, k.shape[1]
+    S, T = q.shape[2], k.shape[1]
     for a in range(max(S - last, 0), S, block):
         b = min(a + block, S)
-        seen = T - S + b
-        rows = (q[:, :, a:b] * scale).reshape(H, -1, D)
-        logits = (rows @ k[:, :seen].mT).view(H, G, b - a, seen).float()
-        future = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).triu_(1)
-        logits[..., T - S + a :].masked_fill_(future, -torch.inf)
-        yield slice(a, b), logits.softmax(-1)
+        yield slice(a, b), _rows(q[:, :, a:b], k[:, : T - S + b], scale)
+
+
+def _rows(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Attention of the last C of K tokens, q [H, G, C, D], k [H, K, D] -> [H, G, C, K]; temporaries end here."""
+    H, G, C, D = q.shape
+    logits = ((q * scale).reshape(H, -1, D) @ k.mT).view(H, G, C, -1).float()
+    future = torch.ones(C, C, dtype=torch.bool, device=q.device).triu_(1)
+    logits[..., -C:].masked_fill_(future, -torch.inf)
+    return logits.softmax(-1)
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:

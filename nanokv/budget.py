@@ -10,8 +10,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-EPS = 1e-9  # far above what float64 loses in these sums, far below the distance between two shares
-
 
 def pyramid(mean: int, n_layers: int, most: int, beta: float, least: int = 0) -> list[int]:
     """Rows of each layer, falling in a straight line from about 2 x mean to mean / beta; they sum to n_layers x mean.
@@ -29,7 +27,8 @@ def pyramid(mean: int, n_layers: int, most: int, beta: float, least: int = 0) ->
         return [mean]
     bottom = min(2 * mean - mean / beta, most)
     slope = 2 * (bottom - mean) / (n_layers - 1)
-    edges = [int(x + 0.5 + EPS) for x in accumulate(bottom - layer * slope for layer in range(n_layers))]
+    half = 0.5 + 1e-9  # what float64 loses in a sum must not decide
+    edges = [int(x + half) for x in accumulate(bottom - layer * slope for layer in range(n_layers))]
     rows = [b - a for a, b in zip([0, *edges], edges)]
     for layer in range(n_layers):
         while rows[layer] < least:
@@ -50,7 +49,7 @@ def adaptive(score: Tensor, mean: int, floor_ratio: float) -> list[int]:
     best = score.reshape(-1).argsort(descending=True, stable=True)[: H * mean]  # of equals: lower head, older token
     deserved = torch.bincount(best // P, minlength=H).tolist()
     ideal = [(1 - floor_ratio) * f + floor_ratio * mean for f in deserved]
-    slots = [int(t + EPS) for t in ideal]
+    slots = [int(t) for t in ideal]
     by_remainder = sorted(range(H), key=lambda h: (round(slots[h] - ideal[h], 9), -deserved[h], h))
     for h in by_remainder[: H * mean - sum(slots)]:
         slots[h] += 1

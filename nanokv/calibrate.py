@@ -87,6 +87,7 @@ def segments(ids: Iterator[int], length: int, bos: list[int]) -> Iterator[list[i
 
 
 def options() -> Parser:
+    """The command line."""
     p = Parser("python -m nanokv.calibrate", "Gather where a model's queries point: statistics for --policy triattention.")
     p.epilog = None
     p.add_argument("text", help="a UTF-8 text file; 50,000 tokens are enough")
@@ -100,6 +101,7 @@ def options() -> Parser:
 
 
 def run(o: argparse.Namespace) -> None:
+    """Read, and write the file. UsageError, ValueError or OSError, in one sentence."""
     output, part = Path(o.output), Path(f"{o.output}.part")
     if output.suffix != ".safetensors":
         raise UsageError(f"the output is a .safetensors file, not {o.output}")

@@ -28,7 +28,9 @@ class Weights(Protocol):
 
     shapes: Mapping[str, tuple[int, ...]]
 
-    def tensor(self, name: str) -> Tensor: ...
+    def tensor(self, name: str) -> Tensor:
+        """The values of one tensor, in the dtype they are stored in (GGUF: float32)."""
+        ...
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Transformer:
@@ -134,6 +136,7 @@ class Safetensors:
                     self.shapes[key], self._files[key] = tuple(file.get_slice(key).get_shape()), file
 
     def tensor(self, name: str) -> Tensor:
+        """One tensor, memory-mapped."""
         return self._files[name].get_tensor(name)
 
 

@@ -67,6 +67,7 @@ class Engine(Memory):
         self.pending: list[int] = []  # sampled, but not yet read: the last token of a generation
         self.stats = Stats()
         self._rows: list[int] = []
+        self._read = 0  # tokens that every layer has read: what an interrupted step leaves behind shows against it
         self._step = torch.compile(self._forward, fullgraph=True) if compile else self._forward
 
     @property
@@ -78,7 +79,7 @@ class Engine(Memory):
         """Empty the memory and size it for a prompt and the tokens to come (None: no end in sight)."""
         c, p = self.model.config, self.policy
         rows = p.plan(c.n_layers, prompt_len, c.max_context - prompt_len if max_new is None else max_new)
-        self.pending = []
+        self.pending, self._read = [], 0
         if rows == self._rows:
             for kv in self.slots:
                 kv.clear()
@@ -104,11 +105,14 @@ class Engine(Memory):
             raise ValueError("there is no token to read")
         if not self.slots:
             self.reset(len(tokens))
+        if any(int(kv.now) != self._read for kv in self.slots):
+            raise ValueError("the last step was interrupted halfway through the layers: start afresh with reset()")
         for piece in tokens.split(self.chunk or len(tokens)):
             if self.policy.shared and len(piece) > self.slots[0].room:
                 logits = self._read_in_steps(piece)
             else:
                 logits = self.model(piece, Reading([self], len(piece), piece.device))
+                self._read += len(piece)
         return logits
 
     def _read_in_steps(self, tokens: Tensor) -> Tensor:
@@ -132,6 +136,7 @@ class Engine(Memory):
         return logits
 
     def _took(self, n: int) -> None:
+        self._read += n
         for kv in self.slots:
             kv.room -= n
 
@@ -188,8 +193,7 @@ class Engine(Memory):
         start = perf_counter()
         if fresh or not self.slots:
             self.reset(len(tokens), max_new if fresh else None)
-        unread, self.pending = self.pending, []
-        logits = self.extend([*unread, *tokens])
+        logits = self.extend([*self.pending, *tokens])
         while True:
             token = sample(logits)
             self.pending = [int(token)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .attention import ROWS as ATTEND_ROWS
-from .attention import WATCHED
+from .attention import watched_rows
 from .model import ROWS, ModelConfig
 from .policy import Policy
 from .slots import Shapes
@@ -79,7 +79,8 @@ def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, 
     scratch = 0 if stepped else H * T * (2 * D * itemsize + _slot_bytes(c, policy, itemsize))
     residual = S * (c.dim * itemsize + 2 * D * 4 + 2 * 8)  # with cosine and sine in float32, ids and positions
     C = -(-S // -(-S // ROWS))
-    watched = C if stepped else min(C, policy.watch, 2 * WATCHED) if policy.prompt == "probs" else 0
+    block = min(C, policy.watch, watched_rows(policy.watch, c.n_heads, T))
+    watched = C if stepped else block if policy.prompt == "probs" else 0
     block = _block_bytes(c, C, T, watched, T > min(rows), itemsize)
     return Prefill(pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), scratch, residual + block)
 
@@ -87,7 +88,7 @@ def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, 
 def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, overflows: bool, itemsize: int) -> int:
     """What lives at once while C rows pass a layer, the last of T tokens, at the moment that takes most.
 
-    watched: rows of attention whose probabilities are looked at, one block and the one before it.
+    watched: rows of attention whose probabilities are looked at, one block of them.
     """
     q, k = C * c.n_heads * c.head_dim, C * c.n_kv_heads * c.head_dim  # numbers
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
@@ -102,11 +103,6 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, overflows: bool, 
 
 
 def _mask_bytes(c: ModelConfig, C: int, T: int, itemsize: int) -> int:
-    """What `attend_prompt` takes for its masks (the one before lives until the next is made) and a block's answer."""
-    most = before = 0
-    for a in range(0, C, ATTEND_ROWS):
-        rows = min(ATTEND_ROWS, C - a)
-        seen = rows * (T - C + a + rows)
-        most = max(most, seen * (itemsize + 1) + max(before, rows * c.n_heads * c.head_dim * itemsize))
-        before = seen * itemsize
-    return most
+    """What `attend_prompt` takes for a block's mask (and where it is dark) and a block's answer."""
+    blocks = ((a, min(ATTEND_ROWS, C - a)) for a in range(0, C, ATTEND_ROWS))
+    return max(rows * ((T - C + a + rows) * (itemsize + 1) + c.n_heads * c.head_dim * itemsize) for a, rows in blocks)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import attend_prompt, watch_prompt
+from .attention import attend_prompt, watch_prompt, watched_rows
 from .policy import Policy, select
 from .rope import angles, turn
 from .slots import Slots
@@ -70,13 +70,15 @@ class Reading:
             return
         if policy.prompt == "queries":
             return policy.observe(text, q[:, :, -last:], pos[-last:], None)
-        runs = [watch_prompt(q[heads], keys, last, memory.scale) for heads, keys, _ in text.heads(unread)]
+        block = watched_rows(policy.watch, q.shape[0] * q.shape[1], text.width)
+        runs = [watch_prompt(q[heads], keys, last, memory.scale, block) for heads, keys, _ in text.heads(unread)]
         for blocks in zip(*runs):
             rows, probs = blocks[0]
             if len(blocks) > 1:  # ragged: every head has another number of tokens behind it
                 width = max(p.shape[-1] for _, p in blocks)
                 probs = torch.cat([F.pad(p, (0, width - p.shape[-1])) for _, p in blocks])
             policy.observe(text, q[:, :, rows], pos[rows], probs)
+            del blocks, probs  # before the next ones are made
 
 
 def settle(policy: Policy, text: Slots, kv: Slots, coming: int = 0) -> None:

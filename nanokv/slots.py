@@ -164,10 +164,11 @@ class Slots:
         """Probabilities over what `keys` shows, [H, G, S, N or R], as [H, G, S, N]."""
         if not self.flat:
             return probs
-        H, G, S, R = probs.shape
+        H, G, S, _ = probs.shape
         column = torch.arange(self.width, device=probs.device)
-        row = torch.where(column < self.caps[:, None], self.base[:, None] + column, self.base[:, None] + self.caps[:, None])
-        return probs.gather(3, (row % R)[:, None, None].expand(H, G, S, -1))  # past its share: a foreign row, 0
+        foreign = column >= self.caps[:, None]
+        row = (self.base[:, None] + column).masked_fill(foreign, 0)
+        return probs.gather(3, row[:, None, None].expand(H, G, S, -1)).masked_fill(foreign[:, None, None], 0)
 
     def evict(self, victims: Tensor) -> None:
         """Free the slots `victims` [H, n]; the next n writes land there."""
