@@ -90,7 +90,7 @@ class Engine(Memory):
         for layer, n in enumerate(rows):
             width = p.width(n, H)
             kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer, p.heads == "adaptive")
-            kv.freqs, kv.scale = self.freqs, self.scale
+            kv.model, kv.freqs, kv.scale = c.name, self.freqs, self.scale
             p.begin(kv)
             self.slots.append(kv)
         self._rows = rows

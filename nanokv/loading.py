@@ -38,7 +38,7 @@ class Source:
     """A model that was found, and is not yet read. path None: random weights of this shape."""
 
     path: Path | None
-    config: ModelConfig
+    config: ModelConfig  # its `name` is the one it was asked for by
     dtype: torch.dtype
     device: torch.device
 
@@ -53,7 +53,9 @@ class Source:
         """The model itself; this reads the weights."""
         if self.path is None:
             return random_model(self.config, self.dtype, self.device)
-        return load_model(self.path, self.dtype, self.device)
+        model = load_model(self.path, self.dtype, self.device)
+        model.config = replace(model.config, name=self.config.name)
+        return model
 
 
 def find(name: str, dtype: str = "auto", device: str = "auto", read: bool = True) -> Source:
@@ -72,7 +74,7 @@ def find(name: str, dtype: str = "auto", device: str = "auto", read: bool = True
         given = read_config_of(path)
     weights = Safetensors(path) if path is not None and path.is_dir() else None  # opened, not read
     try:
-        return Source(path, read_config(given), DTYPES.get(dtype) or own_dtype(given, place, weights), place)
+        return Source(path, replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, weights), place)
     except ValueError as error:
         raise ValueError(f"{path or name}: {error}") from error
 

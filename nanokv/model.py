@@ -37,6 +37,7 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen3
     tied: bool = False  # the head is the embedding, transposed
     max_context: int = 2048  # tokens seen in training
+    name: str = ""  # what the user called it; statistics made for one model are refused by another
     rope: Mapping = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
 

@@ -50,6 +50,7 @@ class Slots:
         self.offset = torch.arange(H, device=device)[:, None] * width  # first bookkeeping entry of each head [H, 1]
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.now = torch.zeros(1, dtype=torch.long, device=device)
+        self.model = ""  # whose memory this is, by name
         self.freqs: Tensor | None = None  # RoPE frequencies [D/2], for policies that turn keys
         self.scale = k.shape[-1] ** -0.5  # attention's logit scale
         self.share(shares)

@@ -64,7 +64,7 @@ class TriAttention(Scoring):
 
     def begin(self, kv: Slots) -> None:
         if self.stats:
-            load(self.stats).into(kv.state, kv.layer, kv.freqs)
+            load(self.stats).into(kv.state, kv.layer, kv.freqs, kv.model)
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor | None) -> None:
         for rows, at in zip(q.split(BLOCK, 2), pos.split(BLOCK)):
