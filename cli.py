@@ -149,57 +149,6 @@ def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", id
     return answer
 
 
-def report(
-    o: argparse.Namespace, engine: "Engine", ids: list[int], answer: Answer, seed: int | None, load_s: float
-) -> dict[str, Any]:
-    """The run as one dictionary: what --json prints. Its names are stable."""
-    from nanokv.memory import kv_bytes, plan_prefill
-
-    c, policy, stats, slots = engine.model.config, engine.policy, engine.stats, engine.slots
-    size, new = engine.like.element_size(), len(answer.ids)
-    evicted = sum(float(layer.now - layer.live.sum(1).float().mean()) for layer in slots) / max(len(slots), 1)
-    timings = {"load_s": load_s, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s}
-    timings |= {n: getattr(stats, n) for n in ("prefill_tokens_per_s", "decode_tokens_per_s")}
-    kv = {
-        "policy": policy.name,
-        "budget": policy.budget,
-        "slots_per_head": [sum(layer.shares) // len(layer.shares) for layer in slots],
-        "bytes": sum(layer.bytes for layer in slots),
-        "bytes_full": kv_bytes(c, len(ids) + new, size),
-        "evicted": round(evicted, 2),
-        "peak_prefill_bytes": plan_prefill(c, policy, len(ids), o.max_new_tokens, o.chunk, size).peak,
-    }
-    return {
-        "text": answer.text,
-        "token_ids": answer.ids,
-        "prompt_token_ids": ids,
-        "finish_reason": answer.finish_reason,
-        "usage": {"prompt_tokens": len(ids), "new_tokens": new},
-        "timings": {name: round(value, 6) for name, value in timings.items()},
-        "kv": kv,
-        "seed": seed,
-        "model": o.model,
-        "dtype": str(engine.like.dtype).removeprefix("torch."),
-        "device": str(engine.like.device),
-    }
-
-
-def stats_line(r: dict[str, Any]) -> str:
-    """The report in one line. Decode's rate counts neither the prefill nor the first token."""
-    kv, usage, timings = r["kv"], r["usage"], r["timings"]
-    rows = sorted(set(kv["slots_per_head"])) or [0]
-    slots = "-".join(map(str, dict.fromkeys((rows[0], rows[-1]))))  # a pyramid's layers differ
-    full = f" (full {kv['bytes_full'] / 2**20:.1f} MiB)" if kv["budget"] is not None else ""
-    parts = [
-        f"prompt {usage['prompt_tokens']} tok {timings['prefill_tokens_per_s']:.1f} tok/s",
-        f"decode {usage['new_tokens']} tok {timings['decode_tokens_per_s']:.1f} tok/s",
-        f"kv {slots} slots x {len(kv['slots_per_head'])} layers {kv['bytes'] / 2**20:.1f} MiB{full}",
-        f"evicted {kv['evicted']:.0f}",
-        r["finish_reason"],
-    ]
-    return " | ".join(parts + ([f"seed {r['seed']}"] if r["seed"] is not None else []))
-
-
 def planned(o: argparse.Namespace) -> int:
     """Print what a run would take -> 0, or 1 if it does not fit."""
     from nanokv.loading import find
@@ -232,6 +181,7 @@ def run(o: argparse.Namespace) -> int:
     from nanokv.loading import device_named, find
     from nanokv.plan import Plan, available, size, table, verdict
     from nanokv.sample import Sampler
+    from nanokv.summary import stats_line, summary
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
@@ -262,7 +212,8 @@ def run(o: argparse.Namespace) -> int:
         note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {model.config.max_context} that {o.model} was trained on")
     engine = nanokv.Engine(model, policy, o.chunk)
     answer = answered(o, engine, tokenizer, ids, replace(sample, valid_vocab=tokenizer.vocab_size))
-    r = report(o, engine, ids, answer, sample.seed if o.temperature else None, load_s)
+    r = summary(engine, plan, ids, answer.ids, load_s)
+    r |= {"text": answer.text, "finish_reason": answer.finish_reason, "seed": sample.seed if o.temperature else None, "model": o.model}
     interrupted = answer.finish_reason == "interrupted"
     if o.json:
         print(json.dumps(r, ensure_ascii=False), flush=True)

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-ROWS = 1024  # a long text passes a layer in blocks of rows: what is wider than the residual exists for one block only
+# A long text passes a layer in blocks of rows: what is wider than the residual exists for one block only.
+# Blocks are of equal size, so the last one holds at least ROWS / 2: the votes of up to 128 rows come together.
+ROWS = 1024
 
 
 @dataclass(frozen=True)

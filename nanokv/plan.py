@@ -123,21 +123,28 @@ def longest(plan: Plan, limit: int) -> int:
 
 def largest_budget(plan: Plan, limit: int) -> int:
     """The largest budget with which the same run stays within `limit` bytes; 0 if none does, or there is no such dial."""
-    if not any(f.name == "budget" for f in fields(plan.policy)):
+    dials = fields(plan.policy)
+    if not any(f.name == "budget" for f in dials):
         return 0
+    follow = {f.name: None for f in dials if f.default is None}  # dials that follow the budget unless they were set
+
+    def policy(budget: int) -> Policy:
+        try:
+            return replace(plan.policy, budget=budget)
+        except ValueError:
+            return replace(plan.policy, budget=budget, **follow)
 
     def fits(budget: int) -> bool:
         try:
-            return replace(plan, policy=replace(plan.policy, budget=budget)).peak <= limit
-        except ValueError:  # too small for the policy's protected tokens
+            return replace(plan, policy=policy(budget)).peak <= limit
+        except ValueError:  # too small for what the policy protects: only a larger one can be an answer
             return True
 
     budget = most(fits, plan.policy.budget)
     try:
-        replace(plan.policy, budget=budget)
+        return budget and policy(budget).budget
     except ValueError:
         return 0
-    return budget
 
 
 def verdict(plan: Plan, limit: int) -> str:

@@ -151,7 +151,7 @@ class Scoring(Policy):
         super().__post_init__()
         self._one_of("layers", "uniform", "pyramid")
         self._one_of("heads", "uniform", "adaptive")
-        if self.beta < 1:
+        if not self.beta >= 1:
             raise ValueError(f"beta must be at least 1, not {self.beta}")
         if not 0 <= self.floor_ratio <= 1:
             raise ValueError(f"floor_ratio must be between 0 and 1, not {self.floor_ratio}")

@@ -111,8 +111,11 @@ def test_json_is_one_object_with_the_promised_names(run):
         "budget": 16,
         "slots_per_head": [16, 16, 16],
         "bytes": 2 * 3 * 2 * 8 * 16 * 4,
+        "bytes_planned": 2 * 3 * 2 * 8 * 16 * 4,
         "bytes_full": 2 * 3 * 2 * 8 * (T + 9) * 4,
+        "live": 16,
         "evicted": T + 8 - 16,  # the last token is not read any more
+        "oldest_position": 0,
     }
     assert peak > r["kv"]["bytes"]
     assert (r["finish_reason"], r["seed"], r["dtype"], r["device"]) == ("length", None, "float32", "cpu")
@@ -184,7 +187,7 @@ def test_sampling_follows_the_printed_seed(run):
 def test_stats_are_one_line_on_stderr(run):
     out, err = run("hello", "-n", "9", "--ignore-eos", "--stats", "--policy", "streaming_llm", "--budget", "16", "-t", "1", "-s", "7")[1:]
     assert out.endswith("\n") and err.count("\n") == 1
-    for part in ("prompt ", "decode 9 tok", "kv 16 slots x 3 layers 0.0 MiB (full ", "evicted ", "| length | seed 7"):
+    for part in ("prompt ", "decode 9 tok", "kv 16 slots x 3 layers 0.0 MiB as planned (full ", "live 16, evicted ", "oldest 0", "| length | seed 7"):
         assert part in err
 
 
@@ -396,3 +399,35 @@ def test_a_reader_who_has_enough(tiny_dir):
     process = start("--help")
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 0
+
+
+# ---- the plan ----
+
+
+def test_a_plan_needs_no_weights_and_says_what_fits(run):
+    code, out, err = run("--plan", "--context", "32768", "--policy", "h2o", "--budget", "1024", "--memory", "24GiB", model="llama-2-7b")
+    assert code == 0 and not err
+    for part in ("512.00 MiB   1,024 slots a head x 512.00 KiB a token; full would hold 16.00 GiB", "longest context in 24.00 GiB"):
+        assert part in out
+
+
+def test_a_plan_that_does_not_fit_says_what_would(run):
+    code, out, err = run("--plan", "--context", "32768", "--memory", "24GiB", model="llama-2-7b")
+    assert code == 1 and "a prompt of " in err and err.count("\n") == 1 and "16.00 GiB" in out
+
+
+def test_a_run_that_does_not_fit_is_refused_before_the_weights_are_read(run, monkeypatch):
+    from nanokv.loading import Source
+
+    monkeypatch.setattr(Source, "model", lambda self: pytest.fail("the weights were read"))
+    code, out, err = run("hello", "--policy", "window", "--sink", "2", "--budget", "30000", "--memory", "2MB")
+    assert (code, out) == (1, "") and "peak" in err and "a budget of " in err.splitlines()[-1]
+    budget = int(err.split("a budget of ")[1].split()[0].replace(",", ""))
+    with pytest.raises(pytest.fail.Exception):  # that budget goes through to the weights
+        run("hello", "--policy", "window", "--sink", "2", "--budget", str(budget), "--memory", "2MB")
+
+
+def test_random_weights_have_the_real_size(run):
+    code, out, err = run("hello", "--random-weights", "-n", "3", "--json", "--dtype", "float32", model="smollm2-135m")
+    assert code == 0 and "the text is noise" in err
+    assert json.loads(out)["kv"]["bytes"] == 2 * 30 * 3 * 64 * (5 + 3) * 4

@@ -99,3 +99,21 @@ def test_chunks_bound_the_scratch_whatever_the_length():
     plans = [plan_prefill(c, policy, n, 8, 128, 4).peak for n in (1000, 10_000, 1_000_000)]
     assert plans[0] == plans[1] == plans[2]
     assert plan_prefill(c, policy, 10_000, 8, None, 4).peak > 5 * plans[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, splits", variants())
+def test_the_pools_are_the_plan_before_and_after_2000_tokens(name, splits):
+    model = tiny(n_layers=2)
+    policy = make(name, **({} if name == "full" else {"budget": 256}), **splits)
+    engine = Engine(model, policy)
+    tokens = torch.randint(0, 97, (2000,)).tolist()
+    engine.reset(1000, 1000)
+    promised = pool_bytes(model.config, policy.plan(2, 1000, 1000), 4)
+    storages = [{x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for kv in engine.slots for x in (kv.k, kv.v)}]
+    engine.extend(tokens[:1000])
+    for token in tokens[1000:]:
+        engine.decode(torch.tensor([token]))
+    storages.append({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for kv in engine.slots for x in (kv.k, kv.v)})
+    assert storages[0] == storages[1] and sum(storages[0].values()) == promised
+    assert engine.seen == 2000
