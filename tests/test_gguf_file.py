@@ -88,6 +88,7 @@ def test_a_gguf_agrees_with_transformers(name, arch, metadata, tmp_path):
     assert ours.config.tied == bool(model.config.tie_word_embeddings)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_agrees_with_transformers(smollm2):
     ours = load_model(smollm2)

@@ -19,7 +19,10 @@ from nanokv.bench import progress, report
 from nanokv.engine import Engine
 from nanokv.model import ModelConfig, Transformer
 
-SHAPE = ModelConfig(49152, 576, 30, 9, 3, 64, 1536, tied=True, max_context=8192)  # smollm2-135m
+SHAPES = {
+    "smollm2-135m": ModelConfig(49152, 576, 30, 9, 3, 64, 1536, tied=True, max_context=8192),
+    "tiny": ModelConfig(256, 64, 2, 4, 2, 16, 128, tied=True, max_context=8192),
+}
 
 
 def allocated(engine: Engine) -> int:
@@ -58,7 +61,7 @@ def measure(policy: str, args: argparse.Namespace, model: Transformer) -> dict:
             step(engine, tokens)
             if engine.seen % 1000 == 0:
                 progress(f"{policy}: {engine.seen} of {length} tokens")
-            if engine.seen == length // 2:
+            if engine.seen == length // 4:
                 low = rss()
         high = rss()
         if allocated(engine) != first:
@@ -71,7 +74,7 @@ def measure(policy: str, args: argparse.Namespace, model: Transformer) -> dict:
     a, b = statistics.median(young), statistics.median(old)
     return {
         "policy": policy, "budget": args.budget, "tokens": args.tokens, "allocated_bytes": first,
-        "rss_bytes_per_token": (high - low) / (length - length // 2),
+        "rss_bytes_per_token": (high - low) / (length - length // 4),
         f"ms_at_{args.at}": a * 1e3, f"ms_at_{args.tokens}": b * 1e3, "ratio": b / a,
     }
 
@@ -84,13 +87,13 @@ def main(argv: list[str]) -> None:
     p.add_argument("--tokens", type=int, default=100_000, help="how far the old engine has streamed")
     p.add_argument("--at", type=int, default=2_000, help="how far the young one has")
     p.add_argument("--pairs", type=int, default=1_000, help="steps of each that are timed")
+    p.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
     p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--vocab", type=int, default=SHAPE.vocab_size)
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     print(__doc__, file=sys.stdout)
     torch.manual_seed(args.seed)
-    model = Transformer(replace(SHAPE, n_layers=args.layers, vocab_size=args.vocab)).to(getattr(torch, args.dtype)).eval()
+    model = Transformer(replace(SHAPES[args.shape], n_layers=args.layers)).to(getattr(torch, args.dtype)).eval()
     rows = [measure(policy, args, model) for policy in args.policies.split(",")]
-    report("stream", rows, f"random weights, smollm2-135m's shape with {args.layers} layers", args.dtype, args.seed)
+    report("stream", rows, f"random weights, the shape of {args.shape} with {args.layers} layers", args.dtype, args.seed)
