@@ -165,19 +165,22 @@ class Engine(Memory):
             kv = self.slots[layer]
             q = turn(q, cos, sin)
             kv.write(turn(k, cos, sin), v)
-            chosen = policy.read(kv, q)
-            if chosen is None:
-                out, probs = attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
-                probs = kv.by_slot(probs) if policy.step == "probs" else None
-            else:
-                keys, values = kv.gather(chosen)
-                live = (kv.pos.gather(1, chosen) >= 0)[:, None]
-                out, probs = *attend_slots(q, keys, values, live, self.scale)[:1], None
+            out, probs = self.attend(kv, q, pos)
             if policy.step or reading and policy.prompt == "queries":
                 policy.observe(kv, q, pos, probs)
             return out
 
         return self.model(tokens, attend)
+
+    def attend(self, kv: Slots, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q [H, G, S, D] at pos [S] against what the policy lets them read: (answer [H, G, S, D], probabilities if wanted)."""
+        chosen = self.policy.read(kv, q)
+        if chosen is None:
+            out, probs = attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
+            return out, kv.by_slot(probs) if self.policy.step == "probs" else None
+        keys, values = kv.gather(chosen, self.policy.page)
+        live = (kv.pos.gather(1, chosen) >= 0)[:, None]
+        return attend_slots(q, keys, values, live, self.scale)[0], None
 
     # ---- generation ----
 

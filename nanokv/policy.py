@@ -40,6 +40,8 @@ class Policy:
     interval: ClassVar[int] = 1  # how many slots are freed at a time
     heads: ClassVar[str] = "uniform"  # "adaptive": the heads of a layer share its rows by need
 
+    page: ClassVar[int] = 1  # read() names slots in aligned runs of so many neighbours
+
     # What observe() is shown: "" nothing, "queries" q alone, "probs" q and the attention it paid. You pay
     # only for what you declare.
     prompt: ClassVar[str] = ""  # of the last `watch` queries of a text

@@ -127,10 +127,14 @@ class Slots:
         """Pool rows of slots [H, K] -> [H, K]."""
         return self.base[:, None] + slots
 
-    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of slots [H, K], and of no other: two tensors [H, K, D]."""
-        rows = self.rows(slots)
-        k, v = (x.index_select(0, rows.view(-1)).view(*rows.shape, -1) for x in (self.k, self.v))
+    def gather(self, slots: Tensor, run: int = 1) -> tuple[Tensor, Tensor]:
+        """K and V of slots [H, K], and of no other: two tensors [H, K, D].
+
+        run: the slots come in aligned runs of so many neighbours, which are copied as one piece each.
+        """
+        (H, K), D = slots.shape, self.k.shape[1]
+        pieces = (self.rows(slots[:, ::run]) // run).view(-1)
+        k, v = (x.view(-1, run * D).index_select(0, pieces).view(H, K, D) for x in (self.k, self.v))
         return k, v
 
     # ---- decode: in place, no allocation in proportion to the slots, no host sync ----

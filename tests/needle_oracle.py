@@ -297,7 +297,7 @@ def main() -> int:
     hits = dict.fromkeys(cells, "")
     for i, prompt in enumerate(prompts(tokenizer, args.prompts, lengths, args.kind, args.question, args.seed)):
         logits = oracle.read(prompt.tokens, cells)
-        for cell, ids in zip(cells, oracle.answers(logits, 8 + 12 * len(prompt.expected), tokenizer.eos_ids)):
+        for cell, ids in zip(cells, oracle.answers(logits, prompt.max_new, tokenizer.eos_ids)):
             hits[cell] += str(int(prompt.found(tokenizer.decode(ids))))
         print(f"prompt {i + 1} of {args.prompts}", file=sys.stderr)
     ours = {}

@@ -150,8 +150,9 @@ class Prompt:
 
     tokens: list[int]
     expected: list[str]
-    length: int  # as it was asked for
+    length: int  # as it was asked for; the tokens are a few more or less
     depth: float
+    max_new: int  # tokens that a right answer may take
 
     def found(self, answer: str) -> bool:
         """Does the answer hold everything that was asked for?"""
@@ -183,13 +184,15 @@ def hide(tokenizer: Tokenizer, task: Task, length: int, depth: float, after: boo
         at.sort()
 
     def ids(filler: list[str]) -> list[int]:
-        text = list(filler)
-        for place, fact in sorted(zip(at, task.facts), reverse=True):
-            text.insert(round(place * len(filler)), fact)
-        parts = [" ".join(text), task.question]
+        parts, start = [], 0
+        for place, fact in sorted(zip(at, task.facts)):
+            end = round(place * len(filler))
+            parts += [" ".join(filler[start:end]), fact]
+            start = end
+        text = "\n\n".join(filter(None, [*parts, " ".join(filler[start:])]))
         if after:
-            return asked(tokenizer, "\n\n".join(parts), task.cue)
-        return asked(tokenizer, "\n\n".join(reversed(parts)))  # no cue, for it would repeat the question
+            return asked(tokenizer, f"{text}\n\n{task.question}", task.cue)
+        return asked(tokenizer, f"{task.question}\n\n{text}")  # no cue, for it would repeat the question
 
     filler, missing = [], length - len(ids([]))
     if missing < 0:
@@ -201,7 +204,8 @@ def hide(tokenizer: Tokenizer, task: Task, length: int, depth: float, after: boo
             missing -= size
         if missing < LEAST:
             break
-    return Prompt(ids(filler), task.expected, length, at[0])
+    room = 3 + 8 * len(task.expected) + (0 if after else 12)  # without a cue the answer says it itself
+    return Prompt(ids(filler), task.expected, length, at[0], room)
 
 
 def asked(tokenizer: Tokenizer, text: str, cue: str = "") -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanokv import load, make
-from nanokv.bench import progress, report
+from nanokv.bench import progress, report, table
 from nanokv.bench._haystack import KINDS, Prompt, prompts
 from nanokv.bench._together import answer, apart, read_together
 from nanokv.bench.speed import ORDER, dials
@@ -44,9 +44,15 @@ class Cell:
             return None
 
     @property
+    def count(self) -> int | None:
+        """Prompts whose key was found; None if the cell failed."""
+        return None if self.failed else self.hits.count("1")
+
+    @property
     def row(self) -> dict:
-        counts = {"found": None, "hits": "", "failed": self.failed} if self.failed else {"found": self.hits.count("1"), "hits": self.hits}
-        return {"policy": self.policy, "budget": self.budget, **counts}
+        """What the report says of it."""
+        row = {"policy": self.policy, "budget": self.budget, "found": self.count, "hits": self.hits}
+        return row | ({"failed": self.failed} if self.failed else {})
 
 
 def cells(model: Transformer, policies: Sequence[str], budgets: Sequence[int], dials: Dials) -> Iterator[Cell]:
@@ -62,7 +68,7 @@ def cells(model: Transformer, policies: Sequence[str], budgets: Sequence[int], d
 
 def ask(every: Sequence[Cell], prompt: Prompt, tokenizer: Tokenizer) -> None:
     """Let every cell that can read the prompt and answer; note which ones found the key."""
-    tokens, max_new = prompt.tokens, 8 + 12 * len(prompt.expected)
+    tokens, max_new = prompt.tokens, prompt.max_new
     for cell in every:
         if not cell.failed:
             cell.attempt(lambda: cell.engine.reset(len(tokens), max_new))
@@ -76,16 +82,11 @@ def ask(every: Sequence[Cell], prompt: Prompt, tokenizer: Tokenizer) -> None:
             cell.hits += str(int(prompt.found(tokenizer.decode(ids))))
 
 
-def table(every: Sequence[Cell], budgets: Sequence[int]) -> None:
-    """Print what was found, a line for each policy and a column for each budget, and why a cell is empty."""
-    found = {(c.policy, c.budget): "-" if c.failed else str(c.hits.count("1")) for c in every}
-    print(" " * 14, *(f"{b:>6}" for b in budgets))
-    for name in dict.fromkeys(c.policy for c in every):
-        print(f"{name:14}", *(f"{found.get((name, b)) or found[name, None]:>6}" for b in budgets))
-    for cell in every:
-        if cell.failed:
-            print(f"{cell.policy} at {cell.budget}: {cell.failed}")
-    print()
+def grid(every: Sequence[Cell], budgets: Sequence[int]) -> list[dict]:
+    """What was found, a row for each policy and a column for each budget."""
+    found = {(c.policy, c.budget): "-" if c.failed else c.count for c in every}
+    names = dict.fromkeys(c.policy for c in every)
+    return [{"policy": n} | {str(b): found.get((n, b), found.get((n, None))) for b in budgets} for n in names]
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -138,5 +139,6 @@ def main(argv: list[str]) -> None:
         ask(every, prompt, tokenizer)
     progress("")
     print(f"found of {len(asked)}, {args.kind}, {' and '.join(map(str, args.lengths))} tokens, the question {args.question} the text\n")
-    table(every, args.budgets)
-    report("needle", [c.row for c in every], args.model, args.dtype, args.seed)
+    table(grid(every, args.budgets))
+    facts = {"kind": args.kind, "question": args.question, "lengths": args.lengths}
+    report("needle", [c.row for c in every], args.model, args.dtype, args.seed, **facts)

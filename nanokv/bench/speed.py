@@ -18,6 +18,7 @@ from nanokv.bench import progress, report
 from nanokv.engine import Engine
 from nanokv.policies.full import Full
 from nanokv.policy import REGISTRY
+from nanokv.reading import settle
 
 ORDER = ("full", "window", "streaming_llm", "scissorhands", "h2o", "snapkv", "pyramidkv", "adakv", "quest", "rkv", "triattention")
 
@@ -110,6 +111,31 @@ def dials(texts: list[str]) -> dict[str, dict[str, str]]:
     return found
 
 
+def attention_rows(args: argparse.Namespace, model: torch.nn.Module) -> list[dict]:
+    """One layer's attention of one query after `attention` tokens, and the bytes that it must read, each policy in turn."""
+    c, actions, rows = model.config, {}, []
+    H, G, D, T, dtype = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, args.attention, model.embed.weight.dtype
+    k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
+    for name in args.policies:
+        dials = {} if name == "full" else {"budget": args.budget}
+        engine = Engine(model, make(name, **dials, **args.set.get(name, {})))
+        engine.reset(T, 1)
+        kv = engine.slots[min(2, c.n_layers - 1)]  # quest's first layers are dense
+        text = kv.beside(T)
+        text.append(k, v)
+        settle(engine.policy, text, kv)
+        actions[name] = lambda e=engine, kv=kv: e.attend(kv, q, kv.now - 1)
+        row = 2 * H * D * dtype.itemsize  # bytes of one token's key and value
+        live = int(kv.live[0].sum())
+        page = getattr(engine.policy, "page", 0)
+        read = (min(args.budget, live) + live / page) * row if page else live * row
+        rows.append({"measure": "attention", "policy": name, "budget": engine.policy.budget, "context": T, "read_bytes": int(read)})
+    in_turn(actions, 20, "warming up")
+    median = in_turn(actions, args.rounds, "attention")
+    base = median[args.policies[0]]
+    return [row | {"ms": median[row["policy"]] * 1e3, f"{args.policies[0]}_over": base / median[row["policy"]]} for row in rows]
+
+
 def main(argv: list[str]) -> None:
     """Run the bench."""
     p = argparse.ArgumentParser(prog="python -m nanokv.bench speed", description=__doc__, allow_abbrev=False)
@@ -123,6 +149,7 @@ def main(argv: list[str]) -> None:
     p.add_argument("--rounds", type=int, default=200)
     p.add_argument("--prefill", type=int, default=0, help="tokens of the prompt whose reading is timed (0: not timed)")
     p.add_argument("--prefill-rounds", type=int, default=3)
+    p.add_argument("--attention", type=int, default=0, help="tokens over which one layer's attention is timed (0: not timed)")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     args.policies = list(ORDER) if args.policies == "all" else args.policies.split(",")
@@ -138,4 +165,6 @@ def main(argv: list[str]) -> None:
     print(f"memory gives {rate / 1e9:.1f} GB/s\n")
     rows = decode_rows(args, model, tokens, rate) if args.context else []
     rows += prefill_rows(args, model, tokens) if args.prefill else []
+    with torch.no_grad():
+        rows += attention_rows(args, model) if args.attention else []
     report("speed", rows, args.model, args.dtype, args.seed)
