@@ -151,12 +151,13 @@ def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", id
 
 def planned(o: argparse.Namespace) -> int:
     """Print what a run would take -> 0, or 1 if it does not fit."""
-    from nanokv.loading import find
+    from nanokv.loading import device_named, find
     from nanokv.plan import Plan, available, show, size
 
     with usage():
-        policy, limit = policy_asked(o), size(o.memory) if o.memory else available()
-    source = find(o.model, o.dtype, read=False)
+        policy, device = policy_asked(o), device_named(o.device)
+        limit = size(o.memory) if o.memory else available(device)
+    source = find(o.model, o.dtype, o.device, read=False)
     tokens = o.context or source.config.max_context
     new = min(o.max_new_tokens, tokens // 2)
     plan = Plan(source.config, policy, tokens - new, new, o.chunk, source.dtype.itemsize, o.weights)
@@ -167,6 +168,8 @@ def planned(o: argparse.Namespace) -> int:
 
 
 def run(o: argparse.Namespace) -> int:
+    if o.context or o.weights != "native":
+        raise UsageError("--context and --weights go with --plan")
     prompt = prompt_text(o)
     if o.system is not None and o.raw:
         raise UsageError("--system does not go with --raw")
@@ -185,7 +188,7 @@ def run(o: argparse.Namespace) -> int:
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
-        limit = size(o.memory) if o.memory else available()
+        limit = size(o.memory) if o.memory else available(device)
         sample = Sampler(o.temperature, o.top_k, o.top_p, o.min_p, o.seed)
         if not all(o.stop):
             raise ValueError("--stop needs a text")
@@ -208,8 +211,8 @@ def run(o: argparse.Namespace) -> int:
     load_s = perf_counter() - start
     if policy.note:
         note(policy.note)
-    if len(ids) + o.max_new_tokens > model.config.max_context:
-        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {model.config.max_context} that {o.model} was trained on")
+    if len(ids) + o.max_new_tokens > (trained := model.config.max_context):
+        note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {trained} that {o.model} was trained on")
     engine = nanokv.Engine(model, policy, o.chunk)
     answer = answered(o, engine, tokenizer, ids, replace(sample, valid_vocab=tokenizer.vocab_size))
     r = summary(engine, plan, ids, answer.ids, load_s)

@@ -1,6 +1,6 @@
 """Attention over KV memory. Query heads stay grouped under the KV head they share: q is [H, G, S, D].
 
-Three functions, one per question. `attend_prompt`: what do the tokens just read attend to?
+One function per question. `attend_prompt`: what do the tokens just read attend to?
 (fused kernels, the answer alone). `watch_prompt`: how much did the last of them look at each
 token? (block by block, the evidence alone; no S x S matrix ever exists). `attend_slots`: one
 query against the slots (an explicit softmax, so answer and evidence come together).
@@ -62,7 +62,7 @@ def watch_prompt(q: Tensor, k: Tensor, last: int, scale: float, block: int) -> I
 def _rows(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Attention of the last C of K tokens, q [H, G, C, D], k [H, K, D] -> [H, G, C, K]; temporaries end here."""
     H, G, C, D = q.shape
-    logits = ((q * scale).reshape(H, -1, D) @ k.mT).view(H, G, C, -1).float()
+    logits = ((q.float() * scale).reshape(H, -1, D) @ k.float().mT).view(H, G, C, -1)
     future = torch.ones(C, C, dtype=torch.bool, device=q.device).triu_(1)
     logits[..., -C:].masked_fill_(future, -torch.inf)
     return logits.softmax(-1)

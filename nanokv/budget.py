@@ -37,7 +37,7 @@ def pyramid(mean: int, n_layers: int, most: int, beta: float, least: int = 0) ->
     return rows
 
 
-def adaptive(score: Tensor, mean: int, floor_ratio: float) -> list[int]:
+def adaptive(score: Tensor, mean: int, floor_ratio: float, most: int | None = None) -> list[int]:
     """Slots of each head, given scores [H, P] of what competes for them; they sum to H x mean.
 
     The H x mean best scores of the layer, taken over all heads together, say how many a head
@@ -53,4 +53,10 @@ def adaptive(score: Tensor, mean: int, floor_ratio: float) -> list[int]:
     by_remainder = sorted(range(H), key=lambda h: (round(slots[h] - ideal[h], 9), -deserved[h], h))
     for h in by_remainder[: H * mean - sum(slots)]:
         slots[h] += 1
+    if most is not None and max(slots) > most:
+        spare = sum(max(n - most, 0) for n in slots)
+        slots = [min(n, most) for n in slots]
+        for h in sorted(range(H), key=lambda h: (-ideal[h], h)):  # to the neediest that have room
+            given = min(most - slots[h], spare)
+            slots[h], spare = slots[h] + given, spare - given
     return slots

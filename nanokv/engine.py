@@ -8,14 +8,15 @@ attend, observe in place; one static graph for every step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from .attention import attend_slots
-from .model import Transformer
+from .model import ROWS, Transformer
 from .policy import Policy, victims
 from .reading import Memory, Reading, settle
 from .rope import angles, frequencies, turn
@@ -67,7 +68,7 @@ class Engine(Memory):
         self.pending: list[int] = []  # sampled, but not yet read: the last token of a generation
         self.stats = Stats()
         self._rows: list[int] = []
-        self._read = 0  # tokens that every layer has read: what an interrupted step leaves behind shows against it
+        self._torn = False  # was a step interrupted between its first layer and its last?
         self._step = torch.compile(self._forward, fullgraph=True) if compile else self._forward
 
     @property
@@ -79,21 +80,21 @@ class Engine(Memory):
         """Empty the memory and size it for a prompt and the tokens to come (None: no end in sight)."""
         c, p = self.model.config, self.policy
         rows = p.plan(c.n_layers, prompt_len, c.max_context - prompt_len if max_new is None else max_new)
-        self.pending, self._read = [], 0
+        self.pending, self._torn = [], False
         if rows == self._rows:
             for kv in self.slots:
                 kv.clear()
                 p.begin(kv)
             return
-        self.slots, self._rows = [], []  # let the old memory go before the new is taken
+        self.slots, self._rows, slots = [], [], []  # let the old memory go before the new is taken
         H, G, D = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
         for layer, n in enumerate(rows):
             width = p.width(n, H)
             kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer, p.heads == "adaptive")
             kv.model, kv.freqs, kv.scale = c.name, self.freqs, self.scale
             p.begin(kv)
-            self.slots.append(kv)
-        self._rows = rows
+            slots.append(kv)
+        self.slots, self._rows = slots, rows
 
     # ---- reading a text ----
 
@@ -105,20 +106,31 @@ class Engine(Memory):
             raise ValueError("there is no token to read")
         if not self.slots:
             self.reset(len(tokens))
-        if any(int(kv.now) != self._read for kv in self.slots):
-            raise ValueError("the last step was interrupted halfway through the layers: start afresh with reset()")
-        for piece in tokens.split(self.chunk or len(tokens)):
-            if self.policy.shared and len(piece) > self.slots[0].room:
-                logits = self._read_in_steps(piece)
-            else:
-                logits = self.model(piece, Reading([self], len(piece), piece.device))
-                self._read += len(piece)
+        for piece in tokens.tensor_split(-(-len(tokens) // (self.chunk or len(tokens)))):  # all of about one size
+            with self.undivided():
+                if self.policy.shared and len(piece) > self.slots[0].room:
+                    logits = self._read_in_steps(piece)
+                else:
+                    logits = self.model(piece, Reading([self], len(piece), piece.device))
         return logits
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """What happens in here happens to all layers; if it is interrupted, only reset() helps. ValueError says so."""
+        if self._torn:
+            raise ValueError("the last step was interrupted halfway through the layers: start afresh with reset()")
+        self._torn = True
+        try:
+            yield
+        except ValueError:  # refused before the first layer changed, as when a full cache is used up
+            self._torn = False
+            raise
+        self._torn = False
 
     def _read_in_steps(self, tokens: Tensor) -> Tensor:
         """Read by the decode path, as many tokens at a time as there is room for: all layers evict together."""
         while len(tokens):
-            n = self.slots[0].room or self.policy.interval
+            n = min(self.slots[0].room or self.policy.interval, ROWS)
             self._make_room(min(n, len(tokens)))
             logits = self._forward(tokens[:n], reading=True)
             self._took(len(tokens[:n]))
@@ -130,13 +142,15 @@ class Engine(Memory):
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         """Read the next token [1] in place -> logits [vocab]. (Up to `interval` tokens [S] may take this path.)"""
-        self._make_room(len(tokens))
-        logits = self._step(tokens)
-        self._took(len(tokens))
+        if not self.slots or not 1 <= len(tokens) <= self.policy.interval:
+            raise ValueError(f"decode takes 1 to {self.policy.interval} tokens (the interval), after a text was read by extend()")
+        with self.undivided():
+            self._make_room(len(tokens))
+            logits = self._step(tokens)
+            self._took(len(tokens))
         return logits
 
     def _took(self, n: int) -> None:
-        self._read += n
         for kv in self.slots:
             kv.room -= n
 

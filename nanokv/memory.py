@@ -39,7 +39,7 @@ def bookkeeping_bytes(c: ModelConfig, policy: Policy, rows: Sequence[int], items
         width = policy.width(n, H)
         total += H * width * _slot_bytes(c, policy, itemsize) + H * 3 * 8 + 2 * 8
         total += _tensor_bytes(policy.state(H, G, width, D), itemsize)
-        if width != n:  # ragged shares: which head owns a pool row, and where its entry stands
+        if policy.heads == "adaptive":  # ragged shares: which head owns a pool row, and where its entry stands
             total += H * n * (H + 4)
     return total
 
@@ -69,7 +69,8 @@ class Prefill:
 def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, chunk: int | None, itemsize: int) -> Prefill:
     """The plan for a first prompt, read in one piece or `chunk` tokens at a time."""
     rows = policy.plan(c.n_layers, prompt_len, max_new)
-    S = min(chunk or prompt_len, prompt_len)
+    pieces = -(-prompt_len // (chunk or prompt_len))
+    S = -(-prompt_len // pieces)  # pieces are of equal size, but for a token
     held = min(max(rows), prompt_len - S)  # what the widest layer holds when the last chunk comes
     stepped = policy.shared and S > min(rows)  # then it is read by the decode path, a memory's worth first
     if policy.shared:  # and no scratch holds more than the memory
@@ -78,25 +79,29 @@ def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, 
     H, D, T = c.n_kv_heads, c.head_dim, held + S
     scratch = 0 if stepped else H * T * (2 * D * itemsize + _slot_bytes(c, policy, itemsize))
     residual = S * (c.dim * itemsize + 2 * D * 4 + 2 * 8)  # with cosine and sine in float32, ids and positions
-    C = -(-S // -(-S // ROWS))
+    C = -(-S // -(-S // ROWS))  # blocks are of equal size, but for a row
     block = min(C, policy.watch, watched_rows(policy.watch, c.n_heads, T))
     watched = C if stepped else block if policy.prompt == "probs" else 0
-    block = _block_bytes(c, C, T, watched, T > min(rows), itemsize)
+    own = policy.working(H, c.n_heads // H, T, D, watched)
+    ranking = own + H * T * RANKING if T > min(rows) else 0
+    block = _block_bytes(c, C, T, watched, ranking, itemsize)
     return Prefill(pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), scratch, residual + block)
 
 
-def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, overflows: bool, itemsize: int) -> int:
+def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, itemsize: int) -> int:
     """What lives at once while C rows pass a layer, the last of T tokens, at the moment that takes most.
 
-    watched: rows of attention whose probabilities are looked at, one block of them.
+    watched: rows of attention whose probabilities are looked at, one block of them; ranking: bytes to choose who stays.
     """
-    q, k = C * c.n_heads * c.head_dim, C * c.n_kv_heads * c.head_dim  # numbers
+    D = c.head_dim
+    q, k = C * c.n_heads * D, C * c.n_kv_heads * D  # numbers
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
     projected = (C * c.dim + q + 2 * k) * itemsize  # the normed residual and what it became
     turning = max(q * (3 * 4 + cast), q * itemsize + k * (3 * 4 + cast))  # two float32 products and their sum
     answer = q * itemsize + (_mask_bytes(c, C, T, itemsize) if T > C else 0)
-    evidence = watched * c.n_heads * T * (8 + cast)  # logits and probabilities
-    ranking = c.n_kv_heads * T * RANKING if overflows else 0
+    evidence = watched * c.n_heads * T * 8  # logits and probabilities, float32
+    if cast and watched:
+        evidence += c.n_kv_heads * T * D * 4  # and the keys
     attending = (2 * q + k) * itemsize + max(answer, evidence, ranking)
     mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
     return max(projected + turning, projected + attending, mlp)

@@ -6,6 +6,7 @@ and in every message. Nothing here imports torch: `--help` is instant.
 """
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ ALIASES = {
     "--temperature": ("--temp",),
     "--prompt-file": ("--file",),
 }
-DIALS = ("budget", "sink", "window", "interval")  # those with an option of their own
+DIALS = ("budget", "sink", "window", "interval", "layers", "heads")  # those with an option of their own
 
 
 class UsageError(ValueError):
@@ -57,9 +58,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake. Raises UsageError."""
+        """argparse found a mistake. Raises UsageError."""
         raise UsageError(f"{message} (see --help)")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """--help or --version was printed. Raises SystemExit, or BrokenPipeError where nobody reads it."""
         """--help or --version was printed. Raises SystemExit, or BrokenPipeError where nobody reads it."""
         print(end="", flush=True)
         sys.exit(status)
@@ -79,6 +82,7 @@ def spelled(arguments: Sequence[str]) -> list[str]:
 
 def positive(text: str) -> int:
     """The type of an option that takes a whole number of at least 1."""
+    """The type of an option that takes a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
@@ -92,6 +96,8 @@ def add_memory_options(p: Parser) -> None:
     add("--sink", metavar="N", help="so many first tokens are never evicted")
     add("--window", metavar="N", help="so many last tokens are never evicted")
     add("--interval", metavar="N", help="slots freed at a time")
+    add("--layers", metavar="SPLIT", help="uniform, or pyramid: more of the budget for the lower layers")
+    add("--heads", metavar="SPLIT", help="uniform, or adaptive: more of the budget for heads that need it")
     add("--set", action="append", default=[], metavar="DIAL=VALUE", help="any other dial of the policy; repeatable")
     add("--chunk", type=positive, metavar="N", help="read the prompt N tokens at a time, for a lower peak")
     add("--memory", metavar="SIZE", help="refuse to start if more than this would be needed, such as 24GiB (default: what the machine has)")
@@ -115,16 +121,20 @@ def policy_asked(o: argparse.Namespace) -> "Policy":
     return nanokv.make(o.policy.replace("-", "_"), **dials)
 
 
+def followed(dial: "dataclasses.Field", usual: "Policy") -> str:
+    """A remark on a dial that follows the budget unless it is set."""
+    return " (by budget)" if dial.default is None and getattr(usual, dial.name) is not None else ""
+
+
 def list_policies() -> None:
     """Print every policy of the registry: its idea, its dials and their defaults, its paper."""
-    import dataclasses
-
     import nanokv.policies
     from nanokv.policy import REGISTRY
 
     for name, cls in sorted(REGISTRY.items()):
         lesson = sys.modules[cls.__module__].__doc__ or ""
-        dials = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(cls))
+        usual = cls()
+        dials = ", ".join(f"{f.name}={getattr(usual, f.name)}" + followed(f, usual) for f in dataclasses.fields(cls))
         paper = re.search(r"Paper:.*?(https?://[^\s),;]+)", lesson, re.S)
         print(f"{name}\n    {lesson.strip().splitlines()[0]}\n    dials: {dials or 'none'}")
         print(f"    paper: {paper[1].rstrip('.') if paper else 'none'}")

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
+import torch
+
 from .memory import Prefill, kv_bytes, plan_prefill
 from .model import ModelConfig
 from .policy import Policy
@@ -17,7 +19,7 @@ ENDLESS = 1 << 34  # tokens: as good as any length
 # Bytes a number of the layers' matrices takes, and one of the embedding and the head.
 FORMATS = {
     "int8": (1.0, 1.0, "8 bits a weight, a scale per row"),
-    "int4": (0.5 + 4 / 32, 1.0, "layers: 4 bits a weight and a 16-bit scale and zero for every 32 (5 bits); embedding and head: 8 bits"),
+    "int4": (0.5 + 4 / 64, 1.0, "layers: 4 bits a weight and a 16-bit scale and zero for every 64 (4.5 bits); embedding and head: 8 bits"),
 }
 
 
@@ -39,13 +41,19 @@ def human(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def available() -> int:
-    """Bytes of memory that this machine could give a program now (Linux; elsewhere: no limit known, so 2^62)."""
+def available(device: torch.device = torch.device("cpu")) -> int:
+    """Bytes that a program could take now, of a GPU's memory or of this machine's and its container's; 2^62 if nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = [1 << 62]
     try:
         with open("/proc/meminfo") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 1 << 62
+            found += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable")]
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            found += [int(text) - int(used.read()) for text in [limit.read().strip()] if text.isdecimal()]
+    except OSError:  # not Linux, or no container: then that does not limit us
+        pass
+    return min(found)
 
 
 def weight_bytes(c: ModelConfig, weights: str, itemsize: int) -> int:
@@ -89,7 +97,7 @@ class Plan:
         mean = sum(rows) / len(rows)
         remark = f"{FORMATS[self.weights][2]}" if self.weights in FORMATS else f"{8 * self.itemsize} bits a weight"
         full = kv_bytes(c, tokens, self.itemsize)
-        read = min(self.policy.budget or tokens, tokens) if self.policy.name == "quest" else min(mean, tokens)
+        read = sum(self.policy.reads(layer, n, tokens) for layer, n in enumerate(rows)) / c.n_layers
         return [
             ("weights", weight_bytes(c, self.weights, self.itemsize), remark),
             ("keys and values", p.pools, f"{mean:,.0f} slots a head x {human(per_token)} a token; full would hold {human(full)}"),
@@ -151,10 +159,15 @@ def verdict(plan: Plan, limit: int) -> str:
     """Does it fit, and if not, what would? Empty if it fits."""
     if plan.peak <= limit:
         return ""
-    if budget := largest_budget(plan, limit):
+    in_chunks = replace(plan, chunk=512)
+    if not plan.chunk and in_chunks.peak <= limit:
+        way = "--chunk 512 would fit"
+    elif budget := largest_budget(plan, limit):
         way = f"a budget of {budget:,} would fit"
     elif (tokens := longest(plan, limit) - plan.new) > 0:
-        way = f"a prompt of {tokens:,} tokens would fit, or a policy with a budget, such as --policy streaming_llm"
+        way = f"a prompt of {tokens:,} tokens would fit" + (
+            "" if plan.policy.budget else ", or a policy with a budget, such as --policy streaming_llm"
+        )
     else:
         way = "no budget makes it fit: its weights alone are too many"
     return f"{human(plan.peak)} are planned, {human(limit)} are there: {way}"

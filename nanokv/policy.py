@@ -21,6 +21,7 @@ from .budget import adaptive, pyramid
 from .slots import Shapes, Slots
 
 ALL = 1 << 60
+WIDEST = 4  # no head gets more than so many times the mean: the bookkeeping [H, N] is as wide as the widest may be
 FLOAT = ((), torch.float32)  # a mark that is one number per slot
 
 REGISTRY: dict[str, type["Policy"]] = {}  # the name on the command line is the file's name
@@ -109,6 +110,14 @@ class Policy:
         """Rows to allocate per head, layer by layer."""
         return [self.budget] * n_layers
 
+    def reads(self, layer: int, rows: int, tokens: int) -> int:
+        """Keys and values per head that a decode step of this layer reads, `tokens` seen: for the plan."""
+        return min(rows, tokens)
+
+    def working(self, H: int, G: int, T: int, D: int, watched: int) -> int:
+        """Bytes that observe() and score() take for a text of T tokens, `watched` rows at a time: for the plan."""
+        return 0
+
     def width(self, rows: int, H: int) -> int:
         """The widest share that one of H heads may get of a layer with `rows` rows per head."""
         return rows
@@ -162,19 +171,20 @@ class Scoring(Policy):
         tokens, kept = prompt_len + max_new, self.window + self.interval
         if self.layers == "uniform" or tokens <= self.budget:  # if all of it fits, no layer needs more
             return [self.budget] * n_layers
-        shares = pyramid(self.budget - kept, n_layers, tokens - self.window, self.beta, self.sink)
+        shares = pyramid(self.budget - kept, n_layers, tokens + 1 - kept, self.beta, self.sink)
         return [kept + n for n in shares]
 
     def width(self, rows: int, H: int) -> int:
         least = self.sink + self.recent + self.interval
-        return rows if self.heads == "uniform" else H * rows - (H - 1) * least
+        return rows if self.heads == "uniform" else min(H * rows - (H - 1) * least, WIDEST * rows)
 
     def allot(self, score: Tensor, rows: int) -> list[int]:
         if self.heads == "uniform":
             return [rows] * score.shape[0]
         protected = score.isposinf()  # the same tokens for every head
         kept = int(protected[0].sum()) + self.interval
-        return [kept + n for n in adaptive(score[:, ~protected[0]], rows - kept, self.floor_ratio)]
+        most = self.width(rows, len(score)) - kept
+        return [kept + n for n in adaptive(score[:, ~protected[0]], rows - kept, self.floor_ratio, most)]
 
 
 def make(name: str, **dials: object) -> Policy:
@@ -227,9 +237,9 @@ def victims(policy: Policy, layers: Sequence[Slots], n: int) -> list[Tensor]:
 def select(policy: Policy, text: Slots, kv: Slots, coming: int = 0) -> Tensor:
     """Which tokens of `text` (scratch: all of them live, in time order) get a slot in `kv`.
 
-    Everything, if it fits beside the `coming` tokens; else the best rows - interval of every head, so that the next interval has
-    room. Returns slots of `text` in time order [H, M], -1 where a head keeps fewer. The first
-    overflow divides the layer's rows among its heads.
+    Everything, if it fits beside the `coming` tokens; else the best rows - interval of every head,
+    so that the next interval has room. Returns slots of `text` in time order [H, M], -1 where a
+    head keeps fewer. The first overflow divides the layer's rows among its heads.
     """
     slot = torch.arange(text.width, device=text.pos.device).expand_as(text.pos)
     if all(n + coming <= cap for n, cap in zip(text.shares, kv.shares)):

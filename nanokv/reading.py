@@ -72,7 +72,7 @@ class Reading:
             return policy.observe(text, q[:, :, -last:], pos[-last:], None)
         block = watched_rows(policy.watch, q.shape[0] * q.shape[1], text.width)
         runs = [watch_prompt(q[heads], keys, last, memory.scale, block) for heads, keys, _ in text.heads(unread)]
-        for blocks in zip(*runs):
+        while all(blocks := [next(run, ()) for run in runs]):  # zip would keep a block alive behind our back
             rows, probs = blocks[0]
             if len(blocks) > 1:  # ragged: every head has another number of tokens behind it
                 width = max(p.shape[-1] for _, p in blocks)

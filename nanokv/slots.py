@@ -38,7 +38,8 @@ class Slots:
         H, R, device = len(shares), k.shape[0], k.device
         self.k, self.v, self.layer, self.width = k, v, layer, width
         self.flat = flat or H * width != R  # may shares differ? then attention reads the pool through a mask
-        if self.flat:
+        self.own = None
+        if flat:  # decoding needs to know; a scratch that is ragged only as its slots were does not
             self.own = torch.zeros((H, R), dtype=torch.bool, device=device)  # which head's row is it
             self.entry = torch.zeros(R, dtype=torch.int32, device=device)  # its place in [H * N]
         self.pos = torch.full((H, width), EMPTY, dtype=torch.int32, device=device)
@@ -61,7 +62,7 @@ class Slots:
               state: Shapes | None = None, layer: int = 0, flat: bool = False) -> "Slots":
         """Memory for `rows` tokens per head, on `like`'s device and in its dtype. flat: shares may come to differ."""
         k, v = like.new_zeros(H * rows, D), like.new_zeros(H * rows, D)
-        kv = cls([rows] * H, k, v, max(width, rows), marks or {}, layer, flat)
+        kv = cls([rows] * H, k, v, max(width, rows), marks or {}, layer, flat or width > rows)
         kv.state = {n: torch.zeros(s, dtype=t or like.dtype, device=like.device) for n, (s, t) in (state or {}).items()}
         return kv
 
@@ -88,7 +89,7 @@ class Slots:
         self.shares = list(shares)
         self.caps.copy_(torch.tensor(self.shares))
         self.base.copy_(self.caps.cumsum(0) - self.caps)
-        if self.flat:
+        if self.own is not None:
             H, device = len(self.shares), self.k.device
             owner = torch.repeat_interleave(torch.arange(H, device=device), self.caps)  # [R]
             column = torch.arange(self.k.shape[0], device=device) - self.base[owner]
@@ -122,6 +123,12 @@ class Slots:
     def values(self) -> Tensor:
         """V as attention reads it: [H, N, D], or the pool [R, D] where shares may differ."""
         return self.v if self.flat else self.v.view(len(self.shares), self.width, -1)
+
+    @property
+    def pool_rows(self) -> Tensor:
+        """The pool row of every slot [H, N]; for a column that a head does not own, some row (its slot holds nobody)."""
+        column = torch.arange(self.width, device=self.k.device)
+        return (self.base[:, None] + column).clamp(max=self.k.shape[0] - 1)
 
     def rows(self, slots: Tensor) -> Tensor:
         """Pool rows of slots [H, K] -> [H, K]."""
@@ -170,10 +177,9 @@ class Slots:
         if not self.flat:
             return probs
         H, G, S, _ = probs.shape
-        column = torch.arange(self.width, device=probs.device)
-        foreign = column >= self.caps[:, None]
-        row = (self.base[:, None] + column).masked_fill(foreign, 0)
-        return probs.gather(3, row[:, None, None].expand(H, G, S, -1)).masked_fill(foreign[:, None, None], 0)
+        foreign = torch.arange(self.width, device=probs.device) >= self.caps[:, None]
+        row = self.pool_rows[:, None, None].expand(H, G, S, -1)
+        return probs.gather(3, row).masked_fill(foreign[:, None, None], 0)
 
     def evict(self, victims: Tensor) -> None:
         """Free the slots `victims` [H, n]; the next n writes land there."""

@@ -82,7 +82,6 @@ def test_positions_far_beyond_the_trained_context_are_as_exact_as_the_first():
         far.reset(20, 10)
         for kv in far.slots:
             kv.now.fill_(4_000_000)
-        far._read = 4_000_000
         assert (read(near, text, 20) - read(far, text, 20)).abs().max() < 1e-4
         assert (far.slots[0].pos - 4_000_000 == near.slots[0].pos).all()
 

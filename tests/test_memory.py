@@ -97,7 +97,7 @@ def test_the_peak_of_a_prompt_is_the_planned_one(name, dials, dtype, chunk):
 def test_chunks_bound_the_scratch_whatever_the_length():
     c, policy = tiny().config, make("window", budget=256)
     plans = [plan_prefill(c, policy, n, 8, 128, 4).peak for n in (1000, 10_000, 1_000_000)]
-    assert plans[0] == plans[1] == plans[2]
+    assert max(plans) < 1.05 * min(plans)  # pieces are of equal size: a few tokens more or less
     assert plan_prefill(c, policy, 10_000, 8, None, 4).peak > 5 * plans[0]
 
 

@@ -22,10 +22,7 @@ def read_together(engines: Sequence[Engine], tokens: Sequence[int]) -> Tensor:
     first = engines[0]
     assert all(e.model is first.model and e.slots and not e.seen for e in engines), "engines on one model, freshly reset"
     text = torch.as_tensor(tokens, device=first.like.device)
-    logits = first.model(text, Reading(engines, len(text), text.device))
-    for engine in engines:
-        engine._read = len(text)  # all layers came to the end: the next turn may go on
-    return logits
+    return first.model(text, Reading(engines, len(text), text.device))
 
 
 def apart(engine: Engine, n: int) -> bool:

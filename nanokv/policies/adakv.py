@@ -11,6 +11,7 @@ Paper: Feng et al. 2024, https://arxiv.org/abs/2407.11550. The safeguard alpha =
 | paper | official code | here |
 |---|---|---|
 | alpha weighs the adaptive part | alpha weighs the uniform part | the code's meaning, named `floor_ratio`, 0.2 |
+| no limit | no limit | a head gets at most 4 times the mean: the bookkeeping is as wide as that |
 | shares sum to the budget | rounded head by head: slots lost or gained | largest remainders: the sum is exact |
 | prefix softmax, pool then mean | softmax over all keys, mean then pool | as the code |
 | flat cache, a CUDA kernel per step | grows by copying | a fixed pool, written in place |

@@ -1,20 +1,17 @@
 """Evict nothing, but read only the pages whose bounding box could match the query.
 
 The lesson: which tokens matter depends on the query, so forgetting is a bet and reading less is
-not. Cut the keys into pages and keep each page's smallest and largest value per channel; the box
-bounds every dot product inside it from above. Take the best pages, attend to those. It saves
-*reads, not memory*: memory grows like `full`'s, plus two vectors a page.
+not. Cut the keys into pages, keep each page's smallest and largest value per channel: the box bounds
+every dot product inside it. Attend to the best pages. It saves *reads, not memory*, which grows like `full`'s.
 
 Paper: Tang et al. 2024, https://arxiv.org/abs/2406.10774. Page size = page, token budget = budget.
-
 | paper | official code | here |
 |---|---|---|
 | top budget / page pages | CUDA: the current page always, the best of the others; evaluation: it competes | as the CUDA code |
 | MHA | pages per query head | one set per KV head: `group` sum (or max) of the bounds over its queries |
 | first two layers dense | evaluation counts layers down from 32 | `dense` 2 |
 | - | evaluation: sparse even if all fits | dense while the pages fit the budget |
-
-Cost: 1/page of the keys' reads for the boxes, then budget rows gathered and read.
+Cost: the boxes' reads, 1/page of keys and values, then budget rows gathered and read.
 """
 
 from dataclasses import dataclass
@@ -47,6 +44,9 @@ class Quest(Full):
 
     def plan(self, n_layers: int, prompt_len: int, max_new: int) -> list[int]:
         return [-(-(prompt_len + max_new) // self.page) * self.page] * n_layers
+
+    def reads(self, layer: int, rows: int, tokens: int) -> int:
+        return tokens if layer < self.dense or self.budget >= tokens else self.budget + tokens // self.page
 
     def state(self, H: int, G: int, N: int, D: int) -> Shapes:
         return {"low": ((H, N // self.page, D), None), "high": ((H, N // self.page, D), None)}

@@ -14,8 +14,7 @@ Paper: Cai et al. 2025, https://arxiv.org/abs/2505.24133. alpha = window, lambda
 | lambda 0.1 | 0.07 in the class | `mix` 0.1 |
 | budget + buffer 128 | swings between B and B + 128 | budget is B + buffer; `interval` min(128, budget / 8) |
 
-Column sums need no S x S matrix: sum_i u_i . u_s = u_s . U, less itself and less what was forgiven.
-Cost: S^2 D per head whenever room is made, in blocks of linear memory; `window` queries kept.
+Column sums need no S x S matrix: sum_i u_i . u_s = u_s . U, less what was forgiven. Cost: S^2 D per head at each choice.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ class RKV(Scoring):
     mix: float = 0.1
     kernel: int = 7
     alike: float = 0.5
-
     prompt: ClassVar[str] = "queries"
     step: ClassVar[str] = "queries"
 
@@ -46,6 +44,9 @@ class RKV(Scoring):
         if self.kernel % 2 == 0 or not 0 <= self.mix <= 1 or not 0 <= self.alike <= 1:
             raise ValueError(f"kernel must be odd, mix and alike between 0 and 1, not {self.kernel}, {self.mix}, {self.alike}")
         super().__post_init__()
+
+    def working(self, H: int, G: int, T: int, D: int, watched: int) -> int:
+        return H * T * (3 * D * 4 + 128 * 9)
 
     def state(self, H: int, G: int, N: int, D: int) -> Shapes:
         return {"queries": ((H, G, self.window, D), None)}
@@ -58,7 +59,7 @@ class RKV(Scoring):
         time = kv.pos.masked_fill(~kv.live, 2**31 - 1).argsort(1)[:, : max(kv.shares)]  # [H, M], the empty ones last
         pos = kv.pos.gather(1, time)
         live, old = pos >= 0, (pos >= 0) & (pos < kv.now - self.window)
-        k = kv.k[kv.rows(time).clamp(max=len(kv.k) - 1)].float().masked_fill(~live[..., None], 0)  # [H, M, D]
+        k = kv.k[kv.pool_rows.gather(1, time)].float().masked_fill(~live[..., None], 0)  # [H, M, D]
         logits = (kv.state["queries"].float() @ k[:, None].mT).amax(1) * kv.scale  # [H, w, M]
         probs = logits.masked_fill(~old[:, None], torch.finfo(torch.float32).min).softmax(-1)
         pooled = torch.max_pool1d(probs.mean(1).masked_fill(~old, 0), self.kernel, 1, self.kernel // 2)

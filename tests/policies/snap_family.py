@@ -59,7 +59,7 @@ def layer_rows(p: Policy, n_layers: int, tokens: int) -> list[int]:
     if p.layers == "uniform" or tokens <= p.budget:
         return [p.budget] * n_layers
     always = p.window + p.interval
-    shares = pyramid_shares(p.budget - always, n_layers, tokens - p.window, p.beta, p.sink)
+    shares = pyramid_shares(p.budget - always, n_layers, tokens + 1 - always, p.beta, p.sink)
     return [always + n for n in shares]
 
 

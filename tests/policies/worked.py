@@ -85,8 +85,11 @@ class Turn(NamedTuple):
     chunk: int
 
     def pieces(self) -> list[tuple[int, int]]:
-        n = self.chunk or 1
-        return [(a, min(a + n, self.stop)) for a in range(self.start, self.stop, n)]
+        whole = self.stop - self.start
+        pieces = -(-whole // (self.chunk or 1))
+        small, larger = divmod(whole, pieces)  # of equal size, the first ones a token longer
+        edges = [self.start + i * small + min(i, larger) for i in range(pieces + 1)]
+        return list(zip(edges, edges[1:]))
 
     def play(self, engine: Engine) -> None:
         engine.chunk = self.chunk or None
