@@ -56,10 +56,10 @@ def one_head(a: np.ndarray) -> dict[str, float]:
     n = len(a)
     rows = [a[i, : i + 1] for i in range(SKIP, n)]
     low = sum(int((r < 0.01 * r.max()).sum()) for r in rows)
-    fewest = [next(m for m, total in enumerate(np.cumsum(-np.sort(-r)) >= 0.95, 1) if total) / len(r) for r in rows]
-    received = np.sort([sum(r[j] for r in rows if j < len(r)) for j in range(n)])[::-1]
+    fewest = [(1 + np.searchsorted(np.cumsum(np.sort(r)[::-1]), 0.95)) / len(r) for r in rows]
+    received = np.sort(a[SKIP:].sum(0))[::-1]  # the future gets nothing
     half = n // 2
-    early = {j for i in range(SKIP, half) for j in range(i + 1) if a[i, j] > 1 / half}
+    early = {j for i in range(SKIP, half) for j in np.flatnonzero(a[i] > 1 / half)}
     late = {j for i in range(half, n) for j in np.flatnonzero(a[i, :half] > 1 / half)}
     return {
         "sink_mass": np.mean([r[0] for r in rows]), "sink_mass_4": np.mean([r[:4].sum() for r in rows]), "sink_mass_last": a[-1, 0],

@@ -1,6 +1,6 @@
 """What each method finds in the needle prompts, computed another way: transformers and the papers' formulas in numpy.
 
-`python tests/needle_oracle.py MODEL.gguf [--bench FILE]`: FILE holds what `python -m nanokv.bench needle` printed.
+`PYTHONPATH=. python tests/needle_oracle.py MODEL.gguf [--bench FILE]`: FILE holds what `python -m nanokv.bench needle` printed.
 
 transformers reads the prompt (eager attention, every probability at hand). From its queries, keys and
 probabilities each method's kept set is computed once, per layer and head. Then all methods and budgets answer as

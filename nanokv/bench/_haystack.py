@@ -4,6 +4,10 @@ The insight: what makes a haystack easy or hard is not its length alone. In one 
 and over any fact stands out; in varied prose, and more so among facts of its own kind, it does not. So a kind is a
 function that draws its facts, its question and what a right answer must contain, and says whether its filler varies;
 everything else (filling up to a length, hiding, asking) is done once, here.
+
+A fact is a paragraph of its own, and its key comes last in it. The question repeats the words before the key, so
+attention finds those; where digits are tokens of their own, a pool over 3 neighbours on either side saves the first
+of them, and the last must be earned: near misses are answers that end too early.
 """
 
 from collections.abc import Callable, Iterator, Sequence

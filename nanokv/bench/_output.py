@@ -31,7 +31,7 @@ def check_outputs(args: argparse.Namespace) -> None:
     if args.plot and Path(args.plot).suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"--plot draws a .png or .svg file, not {args.plot}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--plot draws with matplotlib, which is not installed: pip install "nanokv[plot]"')
+        raise ValueError('--plot draws with matplotlib, which is not installed: pip install matplotlib')
 
 
 @contextmanager

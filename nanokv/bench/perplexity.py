@@ -1,6 +1,6 @@
 """What does forgetting cost the next word?
 
-Perplexity is the number of words that a model wavers between, on average, before it reads the next one:
+Perplexity is the number of tokens that a model wavers between, on average, before it reads the next one:
 exp of the mean of -ln p(token that came). In one forward pass over a text nothing is ever forgotten, so eviction
 would not show. Here every token takes the path of an answer: slots start empty, the text's own tokens are fed
 one at a time, and each is predicted from what the policy still remembers of those before it. `full` is the

@@ -19,6 +19,7 @@ from nanokv.bench import progress, report
 from nanokv.engine import Engine
 from nanokv.model import ModelConfig, Transformer
 
+LAST = 1_000  # so many tokens before the measured steps are decoded one by one in any case
 SHAPES = {
     "smollm2-135m": ModelConfig(49152, 576, 30, 9, 3, 64, 1536, tied=True, max_context=8192),
     "tiny": ModelConfig(256, 64, 2, 4, 2, 16, 128, tied=True, max_context=8192),
@@ -58,11 +59,14 @@ def measure(policy: str, args: argparse.Namespace, model: Transformer) -> dict:
         engines.append(engine)
         first, low, high = allocated(engine), None, None
         while engine.seen < length:
-            step(engine, tokens)
-            if engine.seen % 1000 == 0:
+            if args.chunk and length - engine.seen > LAST + args.chunk:
+                engine.extend(tokens[: args.chunk])
+            else:
+                step(engine, tokens)
+            if engine.seen % 1000 < max(args.chunk, 1):
                 progress(f"{policy}: {engine.seen} of {length} tokens")
-            if engine.seen == length // 4:
-                low = rss()
+            if low is None and engine.seen >= length // 4:
+                low, since = rss(), engine.seen
         high = rss()
         if allocated(engine) != first:
             raise ValueError(f"{policy} allocated {first} bytes at first and {allocated(engine)} in the end")
@@ -74,7 +78,7 @@ def measure(policy: str, args: argparse.Namespace, model: Transformer) -> dict:
     a, b = statistics.median(young), statistics.median(old)
     return {
         "policy": policy, "budget": args.budget, "tokens": args.tokens, "allocated_bytes": first,
-        "rss_bytes_per_token": (high - low) / (length - length // 4),
+        "rss_bytes_per_token": (high - low) / (length - since),
         f"ms_at_{args.at}": a * 1e3, f"ms_at_{args.tokens}": b * 1e3, "ratio": b / a,
     }
 
@@ -86,6 +90,7 @@ def main(argv: list[str]) -> None:
     p.add_argument("--budget", type=int, default=1024)
     p.add_argument("--tokens", type=int, default=100_000, help="how far the old engine has streamed")
     p.add_argument("--at", type=int, default=2_000, help="how far the young one has")
+    p.add_argument("--chunk", type=int, default=0, help="stream in chunks of so many tokens (0: one by one), but the last thousand")
     p.add_argument("--pairs", type=int, default=1_000, help="steps of each that are timed")
     p.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
     p.add_argument("--layers", type=int, default=2)
