@@ -175,14 +175,15 @@ def test_layers_and_losses_are_drawn(small, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_the_real_model_agrees_with_transformers(smollm2):
-    tokens = load_tokenizer(smollm2).encode((files("nanokv.bench") / SAMPLE).read_text(encoding="utf-8"), bos=False)[:1024]
+    sample = (files("nanokv.bench") / SAMPLE).read_text(encoding="utf-8")
+    tokens = load_tokenizer(smollm2).encode(sample, bos=False)[:512]  # on 1,024 with budgets of 256 it agreed as well, in minutes more
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     expected = attention_oracle.weights_and_queries(theirs, tokens)
     with torch.no_grad():
         text = Recorded(load_model(smollm2, torch.float32), torch.tensor(tokens))
     agree(text, expected, 5e-3)  # two decimals
     for name, dials in MASKED:
-        dials = dials | ({"budget": 256} if dials else {})
-        mask = attention_oracle.band(1024, dials.get("budget"), dials.get("sink", 0)).numpy()
+        dials = dials | ({"budget": 128} if dials else {})
+        mask = attention_oracle.band(512, dials.get("budget"), dials.get("sink", 0)).numpy()
         found = Replayed(text, make(name, **dials)).losses()
         assert found.tolist() == pytest.approx([attention_oracle.lost(weights, mask) for weights, _ in expected], abs=5e-3)

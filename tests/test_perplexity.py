@@ -193,12 +193,12 @@ def test_without_matplotlib_a_plot_is_refused_in_a_sentence(small, capsys, monke
 @pytest.mark.slow
 def test_the_real_model_agrees_with_transformers(smollm2):
     text = (files("nanokv.bench") / SAMPLE).read_text(encoding="utf-8")
-    tokens = load_tokenizer(smollm2).encode(text, bos=False)[:1024]
-    assert len(tokens) == 1024
+    tokens = load_tokenizer(smollm2).encode(text, bos=False)[:512]  # the same agreement was found on 1,024 tokens with budgets of 256, in four times the minutes
+    assert len(tokens) == 512
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     model = load_model(smollm2, torch.float32)
     for name, dials in CASES:
-        dials = dials | ({"budget": 256} if dials else {})
+        dials = dials | ({"budget": 128} if dials else {})
         found = perplexity.row(perplexity.losses(Engine(model, make(name, **dials)), torch.tensor(tokens)), 0)
-        expected = math.exp(attention_oracle.losses(theirs, tokens, band(dials, 1024)).mean())
+        expected = math.exp(attention_oracle.losses(theirs, tokens, band(dials, 512)).mean())
         assert found["ppl"] == pytest.approx(expected, rel=5e-4)  # three significant digits
