@@ -239,7 +239,10 @@ def test_7_what_stands_in_unused_slots_never_matters(name, splits):
             assert (logits - runs[1][p]).abs().max() < 1e-5, f"seed {seed}, {policy}: token {p}"
 
 
-@pytest.mark.parametrize("name, splits", [v for v in variants() if not v.id.endswith(("uniform-adaptive", "pyramid-uniform"))])
+@pytest.mark.parametrize("name, splits", [
+    pytest.param(*v.values, id=v.id, marks=[pytest.mark.slow] * v.id.endswith(("uniform-adaptive", "pyramid-uniform")))
+    for v in variants()
+])  # fmt: skip
 def test_8_decode_is_at_most_two_graphs(name, splits):
     torch._dynamo.reset()
     model, policy, counter, rng = tiny(n_layers=2 if splits.get("layers") == "pyramid" else 1), small(name, 12, **splits), CompileCounter(), random.Random(8)

@@ -24,17 +24,19 @@ def naive(prompt: int, steps: int, budget: int, sink: int, interval: int) -> lis
     return history
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_the_oldest_behind_the_sinks_goes(seed):
-    rng = random.Random(seed)
-    sink, interval = rng.randint(0, 4), rng.randint(1, 4)
-    budget, prompt, steps = sink + interval + rng.randint(0, 8), rng.randint(1, 30), 25
-    engine = Engine(tiny(n_layers=2), make("window", budget=budget, sink=sink, interval=interval))
-    engine.extend(list(range(prompt)))
-    for held in naive(prompt, steps, budget, sink, interval):
-        for kv in engine.slots:
-            assert [sorted(p for p in pos if p >= 0) for pos in kv.pos.tolist()] == [held] * 2
-        engine.decode(torch.tensor([7]))
+@pytest.mark.parametrize("policy", ["window", "streaming_llm"])  # they keep the same tokens
+def test_the_oldest_behind_the_sinks_goes(policy):
+    models = [tiny(n_layers=2, n_heads=2 * G) for G in (1, 2, 3, 4)]
+    for seed in range(300):
+        rng = random.Random(seed)
+        sink, interval = rng.randint(0, 4), rng.randint(1, 4)
+        budget, prompt, steps = sink + interval + rng.randint(0, 8), rng.randint(1, 30), rng.randint(1, 12)
+        engine = Engine(rng.choice(models), make(policy, budget=budget, sink=sink, interval=interval))
+        engine.extend(list(range(prompt)))
+        for held in naive(prompt, steps, budget, sink, interval):
+            for kv in engine.slots:
+                assert [sorted(p for p in pos if p >= 0) for pos in kv.pos.tolist()] == [held] * 2, (seed, held)
+            engine.decode(torch.tensor([7]))
 
 
 def test_a_prompt_in_chunks_leaves_the_same_window():
