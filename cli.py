@@ -99,7 +99,9 @@ def decoded(data: bytes, source: str) -> str:
 
 def prompt_ids(o: argparse.Namespace, prompt: str, tokenizer: "Tokenizer") -> list[int]:
     """The prompt's tokens: through the chat template where the model has one, unless --raw."""
-    chat = tokenizer.chat_template is not None and not o.raw
+    from nanokv.models import is_instruct
+
+    chat = tokenizer.chat_template is not None and not o.raw and is_instruct(o.model)
     if o.system is not None and not chat:
         raise UsageError(f"--system needs a chat template, and {o.model} has none")
     if chat:

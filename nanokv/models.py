@@ -56,6 +56,11 @@ def architecture(name: str) -> dict[str, Any] | None:
     return entry and dict(_registry()[entry["like"]]["config"] if "like" in entry else entry["config"])
 
 
+def is_instruct(name: str) -> bool:
+    """Is a chat template this model's own way of being asked? A base model may bring one without having learnt it."""
+    return bool(_registry().get(name.lower(), {}).get("instruct", True))
+
+
 def _from_registry(name: str, entry: Mapping[str, Any]) -> Path:
     folders = _folders()
     for folder in folders:

@@ -230,3 +230,8 @@ def test_the_registry_that_ships_is_complete():
         assert ("wheel" in entry) != ("repo" in entry)
         if "wheel" in entry:
             assert {"wheel_size", "wheel_sha256", "member", "file", "size", "sha256"} <= set(entry)
+
+
+def test_a_base_model_is_not_asked_through_a_template():
+    asked = [models.is_instruct(name) for name in ("smollm2-135m", "qwen2.5-7b", "Qwen2.5-7B-Instruct", "some/path")]
+    assert asked == [True, False, True, True]
