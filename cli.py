@@ -80,6 +80,8 @@ def prompt_text(o: argparse.Namespace) -> str:
         with open(o.prompt_file, "rb") as file:
             text = decoded(file.read(), o.prompt_file)
     elif text in (None, "-"):
+        if sys.stdin is None:
+            raise UsageError("standard input is closed: there is no prompt")
         text = decoded(sys.stdin.buffer.read(), "standard input")
     for what, words in (("prompt", text), ("system message", o.system or "")):
         if any("\ud800" <= c <= "\udfff" for c in words):  # what Python makes of arguments that are not UTF-8
@@ -194,6 +196,8 @@ def run(o: argparse.Namespace) -> int:
         sample = Sampler(o.temperature, o.top_k, o.top_p, o.min_p, o.seed)
         if not all(o.stop):
             raise ValueError("--stop needs a text")
+    if o.threads and o.threads > 1024:
+        raise UsageError(f"{o.threads} threads are too many: 1024 at most")
     if o.threads:
         torch.set_num_threads(o.threads)
     start = perf_counter()
@@ -233,6 +237,9 @@ def run(o: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line -> exit code."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine several times slower
+    if sys.stderr is None:  # closed: print would turn to stdout, which is the answer's
+        sys.stderr = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that speaks no UTF-8 gets what it can show
             stream.reconfigure(encoding="utf-8", errors="replace")

@@ -58,11 +58,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """argparse found a mistake. Raises UsageError."""
-        """argparse found a mistake. Raises UsageError."""
         raise UsageError(f"{message} (see --help)")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """--help or --version was printed. Raises SystemExit, or BrokenPipeError where nobody reads it."""
         """--help or --version was printed. Raises SystemExit, or BrokenPipeError where nobody reads it."""
         print(end="", flush=True)
         sys.exit(status)
@@ -81,7 +79,6 @@ def spelled(arguments: Sequence[str]) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """The type of an option that takes a whole number of at least 1."""
     """The type of an option that takes a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
