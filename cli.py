@@ -13,15 +13,16 @@ import os
 import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import nanokv
-from nanokv.options import Parser, UsageError, add_memory_options, list_policies, policy_asked, positive, usage
+from nanokv.options import (
+    Parser, UsageError, add_memory_options, exit_code, leave, list_policies, policy_asked, positive, usage,
+)  # fmt: skip
 
 if TYPE_CHECKING:  # these cost seconds of importing torch: only once there is something to run
     from nanokv.engine import Engine
@@ -245,34 +246,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script started it in the background
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        o = parser().read(arguments)
-        if o.policies:
-            list_policies()
-            print(end="", flush=True)
-            return 0
-        if o.plan:
-            return planned(o)
-        return run(o)
-    except BrokenPipeError:  # the reader has what it wanted; Python must not try again when it ends
-        for descriptor in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return exit_code(lambda: answer_to(arguments), debug="--debug" in arguments)
+
+
+def answer_to(arguments: Sequence[str]) -> int:
+    """Do what the arguments ask -> exit code."""
+    o = parser().read(arguments)
+    if o.policies:
+        list_policies()
+        print(end="", flush=True)
         return 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+    return planned(o) if o.plan else run(o)
 
 
-def one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+def command() -> NoReturn:
+    """The command `nanokv`."""
+    leave(main())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

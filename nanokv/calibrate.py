@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from nanokv.engine import Engine
-from nanokv.loading import load
+from nanokv.loading import device_named, load
 from nanokv.model import Attend, Transformer
-from nanokv.options import Parser, UsageError, positive
+from nanokv.options import Parser, UsageError, exit_code, leave, positive, usage
 from nanokv.policies.full import Full
 from nanokv.query_stats import QueryStats, add, means, plain, sums
 from nanokv.tokenizer import Tokenizer
@@ -100,11 +100,13 @@ def options() -> Parser:
     return p
 
 
-def run(o: argparse.Namespace) -> None:
-    """Read, and write the file. UsageError, ValueError or OSError, in one sentence."""
+def run(o: argparse.Namespace) -> int:
+    """Read, and write the file -> 0. UsageError, ValueError or OSError, in one sentence."""
     output, part = Path(o.output), Path(f"{o.output}.part")
     if output.suffix != ".safetensors":
         raise UsageError(f"the output is a .safetensors file, not {o.output}")
+    with usage():
+        device_named(o.device)
     with open(o.text, encoding="utf-8-sig") as file:
         part.touch()  # if it cannot be written, better now than in an hour
         try:
@@ -115,6 +117,7 @@ def run(o: argparse.Namespace) -> None:
         finally:
             part.unlink(missing_ok=True)
     print(f"wrote {output}: {len(stats.mean)} layers, {stats.mean.shape[1]} heads of {stats.model}", file=sys.stderr)
+    return 0
 
 
 def gathered(o: argparse.Namespace, file: TextIO, model: Transformer, tokenizer: Tokenizer) -> QueryStats:
@@ -141,17 +144,9 @@ def gathered(o: argparse.Namespace, file: TextIO, model: Transformer, tokenizer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line -> exit code."""
-    try:
-        run(options().read(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
-        said = isinstance(error, OSError) and error.strerror and error.filename
-        print("error:", f"{error.filename}: {error.strerror}" if said else " ".join(str(error).split()), file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return exit_code(lambda: run(options().read(arguments)), interrupted="interrupted: nothing was written")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

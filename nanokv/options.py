@@ -7,9 +7,12 @@ and in every message. Nothing here imports torch: `--help` is instant.
 
 import argparse
 import dataclasses
+import os
 import re
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,6 +45,37 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(error) from error
+
+
+def exit_code(program: Callable[[], int], interrupted: str = "interrupted", debug: bool = False) -> int:
+    """Run a program -> its exit code; what goes wrong is one line on stderr: 1 a file or the machine, 2 the user, 130 Ctrl-C."""
+    try:
+        return program()
+    except BrokenPipeError:  # the reader has what it wanted; Python must not try again when it ends
+        for descriptor in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return 0
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: it is done, so from here on Ctrl-C has nothing to interrupt but Python's own tidying up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 class Parser(argparse.ArgumentParser):

@@ -152,6 +152,7 @@ def test_mistakes_are_one_sentence_and_an_exit_code(command, tmp_path):
         ((good, "-m", "m", "-o", tmp_path / "s.pt"), 2, ".safetensors"),
         ((good, "-m", "m", "-o", out, "--tokens", "0"), 2, "--tokens"),
         ((good, "-m", "m", "-o", out, "--chunk", "-1"), 2, "--chunk"),
+        ((good, "-m", "m", "-o", out, "--device", "abacus"), 2, "device must be"),
         ((good, "-o", out), 2, "--model"),
         (("-m", "m", "-o", out), 2, "text"),
     ):

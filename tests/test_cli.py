@@ -234,6 +234,8 @@ def test_help_and_version_are_instant_and_need_no_torch():
     for option, expected in (("--help", "usage: nanokv"), ("--version", "nanokv 0.1.0")):
         done = subprocess.run([sys.executable, "-c", code, option], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(expected)
+        module = subprocess.run([sys.executable, "-m", "nanokv", option], cwd=ROOT, capture_output=True, text=True)
+        assert (module.returncode, module.stderr, module.stdout) == (0, "", done.stdout)
 
 
 # ---- mistakes: one line on stderr, nothing on stdout, and the right exit code ----
@@ -389,6 +391,12 @@ def test_a_real_ctrl_c(tiny_dir):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, b"interrupted\n")
     assert begun and out.endswith(b"\n")
+
+
+def test_ctrl_c_while_leaving_has_nothing_to_interrupt():
+    late = "import atexit, os, signal, cli; atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT)); cli.command()"
+    done = subprocess.run([sys.executable, "-c", late, "--none"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: unrecognized arguments: --none (see --help)\n")
 
 
 def test_a_reader_who_has_enough(tiny_dir):

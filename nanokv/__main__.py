@@ -1,0 +1,5 @@
+"""`python -m nanokv` is the command `nanokv`."""
+
+from cli import command
+
+command()
