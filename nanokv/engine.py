@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .attention import attend_slots
-from .model import ROWS, Transformer
+from .model import ROWS, Attend, Transformer
 from .policy import Policy, victims
 from .reading import Memory, Reading, settle
 from .rope import angles, frequencies, turn
@@ -144,11 +144,16 @@ class Engine(Memory):
         """Read the next token [1] in place -> logits [vocab]. (Up to `interval` tokens [S] may take this path.)"""
         if not self.slots or not 1 <= len(tokens) <= self.policy.interval:
             raise ValueError(f"decode takes 1 to {self.policy.interval} tokens (the interval), after a text was read by extend()")
+        with self.stepping(len(tokens)):
+            return self._step(tokens)
+
+    @contextmanager
+    def stepping(self, n: int) -> Iterator[None]:
+        """A step of n tokens through all layers happens in here: room is made before it, and counted after."""
         with self.undivided():
-            self._make_room(len(tokens))
-            logits = self._step(tokens)
-            self._took(len(tokens))
-        return logits
+            self._make_room(n)
+            yield
+            self._took(n)
 
     def _took(self, n: int) -> None:
         for kv in self.slots:
@@ -171,8 +176,12 @@ class Engine(Memory):
 
     def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""
+        return self.model(tokens, self.answering(len(tokens), reading))
+
+    def answering(self, n: int, reading: bool = False) -> Attend:
+        """What answers `attend` while the next n tokens take a step."""
         policy = self.policy
-        pos = self.slots[0].now + torch.arange(len(tokens), device=tokens.device)
+        pos = self.slots[0].now + torch.arange(n, device=self.like.device)
         cos, sin = angles(pos, self.freqs)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -184,7 +193,7 @@ class Engine(Memory):
                 policy.observe(kv, q, pos, probs)
             return out
 
-        return self.model(tokens, attend)
+        return attend
 
     def attend(self, kv: Slots, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """q [H, G, S, D] at pos [S] against what the policy lets them read: (answer [H, G, S, D], probabilities if wanted)."""

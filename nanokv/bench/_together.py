@@ -1,10 +1,13 @@
-"""Many engines read one prompt at the price of one: the exact prefill is the same for every policy and budget.
+"""Many engines on one model at nearly the price of one: they read a prompt together, and decode together.
 
-The insight: a prompt is read with full attention before anything is forgotten, so its queries, keys and
-values do not depend on the policy. They are computed once, and each engine watches and keeps what its policy wants.
+The insight: a prompt is read with full attention before anything is forgotten, so its queries, keys and values do
+not depend on the policy. They are computed once, and each engine watches and keeps what its policy wants. While
+decoding, nearly all the time goes into moving the weights; so the engines' next tokens pass the model as one batch,
+and only inside attention does each engine answer for its own column, from its own slots.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -30,12 +33,40 @@ def apart(engine: Engine, n: int) -> bool:
     return engine.policy.shared and n > engine.slots[0].room
 
 
-def answer(engine: Engine, logits: Tensor, max_new: int, stop: Collection[int]) -> list[int]:
-    """The greedy continuation of what was read, given its last logits: up to max_new tokens, ended by one of `stop`."""
-    ids: list[int] = []
+@torch.no_grad()
+def decode_together(engines: Sequence[Engine], tokens: Tensor) -> Tensor:
+    """Let each of E engines on one model read its own next token, tokens [E], as its `decode` would -> logits [E, vocab]."""
+    assert all(e.model is engines[0].model for e in engines), "engines on one model"
+    with ExitStack() as steps:
+        for engine in engines:
+            steps.enter_context(engine.stepping(1))
+        answers = [engine.answering(1) for engine in engines]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            columns = zip(answers, q.split(1, 2), k.split(1, 1), v.split(1, 1))
+            return torch.cat([answer(layer, *column) for answer, *column in columns], 2)
+
+        return engines[0].model(tokens, attend, every=True)
+
+
+def answer_together(engines: Sequence[Engine], logits: Tensor, max_new: int, stop: Collection[int]) -> list[list[int]]:
+    """Each engine's greedy continuation of what it read, given the last logits [E, vocab]: as `Engine.generate` would.
+
+    Up to max_new tokens, ended by one of `stop`; an engine that has ended steps aside.
+    """
+    ids: list[list[int]] = [[] for _ in engines]
+    going = list(range(len(engines)))
     while True:
-        token = greedy(logits)
-        ids.append(int(token))
-        if ids[-1] in stop or len(ids) == max_new:
+        tokens = greedy(logits)[:, 0]
+        for i, token in zip(going, tokens.tolist()):
+            ids[i].append(token)
+        rest = [n for n, i in enumerate(going) if ids[i][-1] not in stop and len(ids[i]) < max_new]
+        if not rest:
             return ids
-        logits = engine.decode(token)
+        going = [going[n] for n in rest]
+        logits = decode_together([engines[i] for i in going], tokens[rest])
+
+
+def answer(engine: Engine, logits: Tensor, max_new: int, stop: Collection[int]) -> list[int]:
+    """The greedy continuation of what one engine read, given its last logits [vocab]."""
+    return answer_together([engine], logits[None], max_new, stop)[0]
