@@ -2,8 +2,9 @@
 
 One function per question. `attend_prompt`: what do the tokens just read attend to?
 (fused kernels, the answer alone). `watch_prompt`: how much did the last of them look at each
-token? (block by block, the evidence alone; no S x S matrix ever exists). `attend_slots`: one
-query against the slots (an explicit softmax, so answer and evidence come together).
+token? (block by block, the evidence alone; no S x S matrix ever exists). `attend_slots`: what does
+a query find in the slots? (fused again). `watch_slots`: and how much did it look at each?
+(an explicit softmax, so answer and evidence come together).
 
 Softmax does not care about order, so nothing here knows which slot holds which token: a mask
 computed from positions says what may be read. K and V are never repeated per query head.
@@ -68,13 +69,20 @@ def _rows(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return logits.softmax(-1)
 
 
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """S queries against the slots: (answer [H, G, S, D], probabilities [H, G, S, N] in float32).
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """What S queries find in the slots: q [H, G, S, D], mask [H, S, N] -> [H, G, S, D].
 
-    Equal shares: k, v [H, N, D], mask [H, S, N]. Ragged shares: the pool itself, k, v [R, D], and
-    a mask [H, S, R] that also says which rows are the head's own: one product over all rows,
-    then N is R. A slot outside the mask gets probability 0 exactly (and its V must be finite).
+    Equal shares: k, v [H, N, D]. Ragged shares: the pool itself, k, v [R, D], and a mask [H, S, R]
+    that also says which rows are the head's own: one product over all rows, then N is R. A slot
+    outside the mask gets probability 0 exactly (and its V must be finite).
     """
+    H, _, S, _ = q.shape
+    k, v = ((x[:, None] if x.dim() == 3 else x).expand(H, S, -1, -1) for x in (k, v))  # views: the G heads are rows
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask[:, :, None], scale=scale).transpose(1, 2)
+
+
+def watch_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `attend_slots`, and how it came about: (answer, probabilities [H, G, S, N] in float32)."""
     H, G, S, D = q.shape
     rows = (q * scale).reshape((H, G * S, D) if k.dim() == 3 else (H * G * S, D))
     logits = (rows @ k.mT).view(H, G, S, -1).float()

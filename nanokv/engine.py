@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from .attention import attend_slots
+from .attention import attend_slots, watch_slots
 from .model import ROWS, Attend, Transformer
 from .policy import Policy, victims
 from .reading import Memory, Reading, settle
@@ -199,11 +199,13 @@ class Engine(Memory):
         """q [H, G, S, D] at pos [S] against what the policy lets them read: (answer [H, G, S, D], probabilities if wanted)."""
         chosen = self.policy.read(kv, q)
         if chosen is None:
-            out, probs = attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
-            return out, kv.by_slot(probs) if self.policy.step == "probs" else None
+            if self.policy.step != "probs":
+                return attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale), None
+            out, probs = watch_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
+            return out, kv.by_slot(probs)
         keys, values = kv.gather(chosen, self.policy.page)
         live = (kv.pos.gather(1, chosen) >= 0)[:, None]
-        return attend_slots(q, keys, values, live, self.scale)[0], None
+        return attend_slots(q, keys, values, live, self.scale), None
 
     # ---- generation ----
 

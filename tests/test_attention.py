@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanokv import attention
-from nanokv.attention import attend_prompt, attend_slots, watch_prompt
+from nanokv.attention import attend_prompt, attend_slots, watch_prompt, watch_slots
 
 SHAPES = [(1, 1, 1, 1), (2, 2, 7, 7), (1, 4, 5, 12), (3, 1, 9, 10), (2, 3, 1, 6)]  # H, G, S, T
 
@@ -61,7 +61,8 @@ def test_slots_attend_where_the_mask_says(H, G, S, N):
     q, k, v = inputs(H, G, S, N)
     mask = torch.rand(H, S, N, generator=torch.Generator().manual_seed(N)) < 0.6
     mask[..., 0] = True
-    out, probs = attend_slots(q, k, v, mask, 0.3)
+    out, probs = watch_slots(q, k, v, mask, 0.3)
+    assert (attend_slots(q, k, v, mask, 0.3) - out).abs().max() < 1e-6, "the answer alone is the same answer"
     for h in range(H):
         for g in range(G):
             for i in range(S):
@@ -74,6 +75,6 @@ def test_slots_attend_where_the_mask_says(H, G, S, N):
 
 def test_softmax_is_taken_in_float32_whatever_the_models_dtype():
     q, k, v = (x.to(torch.bfloat16) for x in inputs(2, 2, 1, 300))
-    out, probs = attend_slots(q, k, v, torch.ones(2, 1, 300, dtype=torch.bool), 0.5)
+    out, probs = watch_slots(q, k, v, torch.ones(2, 1, 300, dtype=torch.bool), 0.5)
     assert out.dtype == torch.bfloat16 and probs.dtype == torch.float32
     assert (probs.sum(-1) - 1).abs().max() < 1e-6, "bfloat16 would miss by a hundredth"

@@ -175,7 +175,7 @@ def gone(policy: Policy, layers: list[Slots], n: int) -> list:
 
 
 INTERRUPTIBLE = (
-    (nanokv.engine, ("attend_slots", "victims")),
+    (nanokv.engine, ("attend_slots", "watch_slots", "victims")),
     (nanokv.reading, ("attend_prompt", "select")),
     (Slots, ("beside", "append", "fill", "write", "evict")),
 )
@@ -202,10 +202,10 @@ def interrupted(engine: Engine, prompt: list[int], place: object, function: str,
     """Did a generation end in `error`, raised by the calls-th call of a function?"""
     original, left = getattr(place, function), iter(range(calls))
 
-    def fail(*args):
+    def fail(*args, **options):
         if next(left, None) is None:
             raise error
-        return original(*args)
+        return original(*args, **options)
 
     with mock.patch.object(place, function, fail):
         try:

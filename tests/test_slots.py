@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import scratch
 
-from nanokv.attention import attend_slots
+from nanokv.attention import watch_slots
 from nanokv.slots import EMPTY, Slots
 
 H, G, D = 3, 2, 4
@@ -134,7 +134,7 @@ def test_heads_of_different_shares_attend_to_their_own_rows_only(shares):
     assert kv.bytes == 2 * sum(shares) * D * 4, "nothing is padded"
     q = torch.randn(H, G, 1, D, generator=torch.Generator().manual_seed(1))
     mask = kv.mask(kv.now - 1)
-    out, probs = attend_slots(q, kv.keys, kv.values, mask, 0.5)
+    out, probs = watch_slots(q, kv.keys, kv.values, mask, 0.5)
     by_slot = kv.by_slot(probs)
     assert by_slot.shape == (H, G, 1, kv.width)
     for h, (share, rows) in enumerate(zip(shares, contents(kv))):

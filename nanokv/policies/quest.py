@@ -49,32 +49,33 @@ class Quest(Full):
         return tokens if layer < self.dense or self.budget >= tokens else self.budget + tokens // self.page
 
     def state(self, H: int, G: int, N: int, D: int) -> Shapes:
-        return {"low": ((H, N // self.page, D), None), "high": ((H, N // self.page, D), None)}
+        return {"box": ((H, N // self.page, 2 * D), None)}  # each page's smallest k and smallest -k, per channel
 
     def settle(self, kv: Slots) -> None:
         """A text was read: box its pages. Slot = position, for nothing is evicted; a page not begun is never read."""
         pages, here = kv.keys.unflatten(1, (-1, self.page)), (kv.now - 1) // self.page  # [H, P, page, D]
+        torch.cat((pages.amin(2), -pages.amax(2)), -1, out=kv.state["box"])
         last, empty = pages.index_select(1, here), torch.arange(self.page, device=here.device) > (kv.now - 1) % self.page
-        for box, extreme, outside in ((kv.state["low"], torch.amin, torch.inf), (kv.state["high"], torch.amax, -torch.inf)):
-            extreme(pages, 2, out=box)
-            box.index_copy_(1, here, extreme(last.masked_fill(empty[:, None], outside), 2))
+        last = torch.cat((last, -last), -1).masked_fill(empty[:, None], torch.inf)
+        kv.state["box"].index_copy_(1, here, last.amin(2))
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor | None) -> None:
-        key, here = kv.keys.index_select(1, pos), pos // self.page  # a step's key widens the box of its page, or begins one
-        for box, wider in ((kv.state["low"], torch.minimum), (kv.state["high"], torch.maximum)):
-            box.index_copy_(1, here, torch.where(pos % self.page == 0, key, wider(box.index_select(1, here), key)))
+        key, here, box = kv.keys.index_select(1, pos), pos // self.page, kv.state["box"]
+        key = torch.cat((key, -key), -1)  # a step's key widens the box of its page, or begins one
+        box.index_copy_(1, here, torch.where(pos % self.page == 0, key, torch.minimum(box.index_select(1, here), key)))
 
     def bound(self, kv: Slots, q: Tensor) -> Tensor:
         """What no key of a page [H, P] exceeds in its product with q [H, G, 1, D]: max(q low, q high), summed over D."""
-        q, low, high = q[:, :, 0].float(), kv.state["low"].float(), kv.state["high"].float()
-        bound = q.relu() @ high.mT + q.clamp(max=0) @ low.mT  # [H, G, P]
-        return bound.sum(1) if self.group == "sum" else bound.amax(1)
+        q = torch.cat((q, -q), -1)[:, :, 0].float().clamp(max=0)  # [H, G, 2D]: of each pair, the side that is felt
+        if self.group == "sum":
+            q = q.sum(1, keepdim=True)
+        return (q @ kv.state["box"].float().mT).amax(1)
 
     def read(self, kv: Slots, q: Tensor) -> Tensor | None:
         top, pages = self.budget // self.page, kv.width // self.page
         if kv.layer < self.dense or top >= pages:
             return None
         here, page = (kv.now - 1) // self.page, torch.arange(pages, device=q.device)
-        bound = self.bound(kv, q).masked_fill(page > here, -torch.inf).masked_fill(page == here, torch.inf)
+        bound = self.bound(kv, q).masked_fill(page > here, -torch.inf).index_fill(1, here, torch.inf)
         best = bound.argsort(dim=1, descending=True, stable=True)[:, :top]  # of equals the older
         return (best[..., None] * self.page + torch.arange(self.page, device=q.device)).flatten(1)

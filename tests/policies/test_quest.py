@@ -53,8 +53,9 @@ def test_worked_example_boxes(prompt):
     kv = read(Quest(budget=4, page=2, dense=0), ALL, [0, 1], prompt).slots[0]
     low = [[0.97, 0.36, -0.92, -1.5], [-1.49, -1.31, -1.39, -0.42], [-0.56, 0.74, 0.62, -0.69], [1.2, 0.04, -1.15, -1.47]]
     high = [[1.36, 1.5, 0.9, -0.38], [-0.24, -1.06, 0.17, 1.28], [1.19, 1.45, 1.48, 1.1], [1.2, 0.04, -1.15, -1.47]]
-    assert (kv.state["low"][0] - torch.tensor(low)).abs().max() < 1e-5
-    assert (kv.state["high"][0] - torch.tensor(high)).abs().max() < 1e-5
+    box = kv.state["box"][0]  # the smallest k, and the smallest -k
+    assert (box[:, :4] - torch.tensor(low)).abs().max() < 1e-5
+    assert (box[:, 4:] + torch.tensor(high)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("group", ["sum", "max"])

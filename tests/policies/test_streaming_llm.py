@@ -11,7 +11,7 @@ import torch
 from conftest import scratch, tiny
 from torch import Tensor
 
-from nanokv.attention import attend_slots
+from nanokv.attention import watch_slots
 from nanokv.engine import Engine
 from nanokv.policy import Policy, make, select, victims
 from nanokv.rope import frequencies, rotate
@@ -55,7 +55,7 @@ class Step:
         pos = torch.tensor([t])
         kv.write(rotate(k, pos, FREQS), v)
         kv.room -= 1
-        out, probs = attend_slots(rotate(q, pos, FREQS)[:, None], kv.keys, kv.values, kv.mask(pos), kv.scale)
+        out, probs = watch_slots(rotate(q, pos, FREQS)[:, None], kv.keys, kv.values, kv.mask(pos), kv.scale)
         weights = [{int(p): float(w) for p, w in zip(kv.pos[h], probs[h, 0, 0]) if p >= 0} for h in range(2)]
         return [dict(sorted(w.items())) for w in weights], out[:, 0, 0]
 
