@@ -5,7 +5,6 @@ memory-mapped values, and one table says where each name lands. Parameters are a
 their final dtype, and filled tensor by tensor: the peak is the weights plus one tensor.
 """
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import read_config
+from .files import brief, checked, read_json, refuse_pointer, typed
 from .gguf_file import GGUF, read_metadata
 from .model import ModelConfig, Transformer
 
@@ -87,28 +87,15 @@ def stop_ids(path: Path) -> set[int]:
     path = Path(path)
     if path.is_file():
         metadata = read_metadata(path)
-        ids = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-        return {i for i in ids if i is not None}
+        named = {f"{path}: tokenizer.ggml.{end}_token_id": metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")}
+    else:
+        files = [path / "config.json", *filter(Path.exists, [path / "generation_config.json"])]
+        named = {f"{file}: eos_token_id": read_json(file).get("eos_token_id") for file in files}
     found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if name == "config.json" or (path / name).exists():
-            ids = read_json(path / name).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    for name, ids in named.items():
+        for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            found.add(checked(name, i, int))
     return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises FileNotFoundError, or ValueError naming the file."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}")
-    _refuse_pointer(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
 
 
 class Safetensors:
@@ -118,14 +105,14 @@ class Safetensors:
         from safetensors import safe_open, SafetensorError
 
         index = directory / "model.safetensors.index.json"
-        places = read_json(index).get("weight_map", {}) if index.exists() else {}
+        places = _shards(index) if index.exists() else {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files = {}
         for name in sorted(set(places.values())) or ["model.safetensors"]:
             path = directory / name
             if not path.exists():
                 raise FileNotFoundError(f"{directory} has no {name}" + (f", which {index.name} names" if places else ""))
-            _refuse_pointer(path)
+            refuse_pointer(path)
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
@@ -138,6 +125,15 @@ class Safetensors:
     def tensor(self, name: str) -> Tensor:
         """One tensor, memory-mapped."""
         return self._files[name].get_tensor(name)
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Tensor name -> the file it is in."""
+    try:
+        places = typed(read_json(index), "weight_map", dict, {})
+        return {name: checked(f"the place of {name}", file, str) for name, file in places.items()}
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from error
 
 
 def name_table(c: ModelConfig) -> dict[str, tuple[str, slice]]:
@@ -172,7 +168,7 @@ def own_dtype(config: Mapping, device: str | torch.device, weights: Weights | No
         name = weights.tensor(EMBED).dtype if weights and EMBED in weights.shapes else torch.bfloat16
     name = str(name).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"config.json names the dtype {name}; known: {', '.join(DTYPES)}")
+        raise ValueError(f"config.json names the dtype {brief(name)}; known: {', '.join(DTYPES)}")
     return torch.float32 if name == "float16" and torch.device(device).type == "cpu" else DTYPES[name]
 
 
@@ -214,9 +210,3 @@ def _check_names(table: Mapping, shapes: Mapping, spare: set[str]) -> None:
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise ValueError(f"tensor {names[0]}{more} {what}")
-
-
-def _refuse_pointer(path: Path) -> None:
-    with open(path, "rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            raise ValueError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull`")

@@ -7,6 +7,7 @@ The header is read here and not by gguf's own reader, which makes one numpy arra
 vocabulary: two seconds for the smallest model. The formats of the weights are gguf's.
 """
 
+import math
 import mmap
 import re
 import struct
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .files import brief, refuse_pointer, typed
 
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # GGUF's value types, as struct spells them
 STRING, ARRAY = 8, 9
@@ -50,10 +53,9 @@ class GGUF:
     def __init__(self, path: Path):
         self.path = path
         self.metadata: dict[str, Any] = {}
+        refuse_pointer(path)
         with open(path, "rb") as file:
             start = file.read(8)
-            if start == b"version ":
-                raise ValueError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull`")
             if start[:4] != b"GGUF":
                 raise ValueError(f"{path} is not a GGUF file")
             if start[4:] not in (b"\2\0\0\0", b"\3\0\0\0"):
@@ -89,31 +91,28 @@ class GGUF:
         """The model's shape in the words of a `config.json`. Raises ValueError for what has none."""
         arch = self._need("general.architecture")
         if arch not in ("llama", "qwen2", "qwen3"):
-            raise ValueError(f"{self.path}: architecture {arch!r} is not supported; known: llama (and mistral), qwen2, qwen3")
-        if self.metadata.get("split.count", 1) > 1:
-            raise ValueError(f"{self.path} is one part of {self.metadata['split.count']}; join them with llama-gguf-split --merge")
+            raise ValueError(f"{self.path}: architecture {brief(arch)} is not supported; known: llama (and mistral), qwen2, qwen3")
+        if (parts := self._whole("split.count", 1)) > 1:
+            raise ValueError(f"{self.path} is one part of {parts}; join them with llama-gguf-split --merge")
 
         def get(key: str, default: Any = None) -> Any:
             return self.metadata.get(f"{arch}.{key}", default)
 
-        if get("expert_count", 0):
-            raise ValueError(f"{self.path} is a mixture of {get('expert_count')} experts, which is not supported")
-        heads, dim = self._need(f"{arch}.attention.head_count"), self._need(f"{arch}.embedding_length")
-        kv_heads = get("attention.head_count_kv", heads)
-        if isinstance(heads, list) or isinstance(kv_heads, list):
+        if experts := self._whole(f"{arch}.expert_count", 0):
+            raise ValueError(f"{self.path} is a mixture of {experts} experts, which is not supported")
+        if any(isinstance(get(f"attention.head_count{of}"), list) for of in ("", "_kv")):
             raise ValueError(f"{self.path} has another number of heads in every layer, which is not supported")
-        head_dim = get("attention.key_length", dim // heads)
+        heads, head_dim = self._whole(f"{arch}.attention.head_count"), self._head_dim(arch)
         if get("attention.value_length", head_dim) != head_dim or get("rope.dimension_count", head_dim) != head_dim:
             raise ValueError(f"{self.path}: keys, values and RoPE must all have {head_dim} dimensions per head")
-        window, context = get("attention.sliding_window"), self._need(f"{arch}.context_length")
-        slides = bool(window) and window < context
+        window, context = self._whole(f"{arch}.attention.sliding_window", 0), self._whole(f"{arch}.context_length")
         return {
             "model_type": arch,
-            "vocab_size": self.shapes.get("model.embed_tokens.weight", (0,))[0],
-            "hidden_size": dim,
+            "vocab_size": [*self.shapes.get("model.embed_tokens.weight", ()), 0][0],
+            "hidden_size": self._need(f"{arch}.embedding_length"),
             "num_hidden_layers": self._need(f"{arch}.block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
+            "num_key_value_heads": get("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "intermediate_size": self._need(f"{arch}.feed_forward_length"),
             "rms_norm_eps": self._need(f"{arch}.attention.layer_norm_rms_epsilon"),
@@ -121,7 +120,7 @@ class GGUF:
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.shapes,
             "mlp_bias": "model.layers.0.mlp.down_proj.bias" in self.shapes,
             "tie_word_embeddings": "lm_head.weight" not in self.shapes,
-            "layer_types": ["sliding_attention"] if slides else None,
+            "layer_types": ["sliding_attention"] if 0 < window < context else None,
             "rope_parameters": self._rope(get),
         }
 
@@ -131,12 +130,12 @@ class GGUF:
         kind = get("rope.scaling.type", "linear" if get("rope.scale_linear") else "none")
         if ROPE in self._tensors:
             if kind != "none":
-                raise ValueError(f"{self.path} has both {ROPE} and rope scaling {kind!r}; only one is supported")
+                raise ValueError(f"{self.path} has both {ROPE} and rope scaling {brief(kind)}; only one is supported")
             return rope | {"rope_type": "factors", "factors": self.tensor(ROPE).tolist()}
         if kind == "none":
             return rope
         if kind not in ("linear", "yarn"):
-            raise ValueError(f"{self.path}: rope scaling {kind!r} is not supported; known: none, linear, yarn")
+            raise ValueError(f"{self.path}: rope scaling {brief(kind)} is not supported; known: none, linear, yarn")
         if get("rope.scaling.attn_factor", 1.0) != 1.0 or get("rope.scaling.yarn_log_multiplier", 0.0) != 0.0:
             raise ValueError(f"{self.path} scales RoPE with an attention factor of its own, which is not supported")
         rope |= {"rope_type": kind, "factor": get("rope.scaling.factor", get("rope.scale_linear"))}
@@ -149,14 +148,27 @@ class GGUF:
         """Undo the row order of llama files: they keep RoPE's pairs (2i, 2i + 1), Hugging Face (i, i + D/2)."""
         if self.metadata.get("general.architecture") != "llama" or not re.search(r"\.[qk]_proj\.", name):
             return x
-        heads = self._need("llama.attention.head_count")
-        head_dim = self.metadata.get("llama.attention.key_length", self._need("llama.embedding_length") // heads)
+        head_dim = self._head_dim("llama")
         return x.view(-1, head_dim // 2, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+    def _head_dim(self, arch: str) -> int:
+        heads, dim = self._whole(f"{arch}.attention.head_count", least=1), self._whole(f"{arch}.embedding_length")
+        return self._whole(f"{arch}.attention.key_length", dim // heads)
 
     def _need(self, key: str) -> Any:
         if key not in self.metadata:
             raise ValueError(f"{self.path} does not give {key}")
         return self.metadata[key]
+
+    def _whole(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number. ValueError names the file and the key."""
+        try:
+            value = typed(self.metadata, key, int, default)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+        if value is None or value < least:
+            raise ValueError(f"{self.path} does not give {key}" + (f" as {least} or more" if value is not None else ""))
+        return value
 
     def _read_header(self) -> dict[str, tuple]:
         """Fill `metadata`; return Hugging Face name -> (shape, type, first byte, bytes)."""
@@ -172,7 +184,7 @@ class GGUF:
             name = reader.string()
             shape = tuple(reversed(reader.scalars("Q", reader.scalar("I"))))  # GGUF counts columns first
             found[name] = shape, reader.scalar("I"), reader.scalar("Q")
-        align = self.metadata.get("general.alignment", 32)
+        align = self._whole("general.alignment", 32, least=1)
         base = -(-reader.at // align) * align
         tensors = {}
         for name, (shape, number, offset) in found.items():
@@ -181,7 +193,7 @@ class GGUF:
             except ValueError:
                 raise ValueError(f"{self.path}: {name} has the unknown storage type {number}") from None
             block, block_bytes = GGML_QUANT_SIZES[kind]
-            size = torch.Size(shape).numel() // block * block_bytes
+            size = math.prod(shape) // block * block_bytes
             if base + offset + size > len(self._bytes):
                 raise self._cut_short(f"{name} ends at byte {base + offset + size:,}")
             tensors[hugging_face_name(name)] = shape, kind, base + offset, size

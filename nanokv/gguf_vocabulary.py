@@ -19,11 +19,13 @@ a few ASCII control codes and for the planes of Unicode without characters.
 import struct
 from typing import TYPE_CHECKING
 
+from nanokv.files import brief, typed, typed_list
 from nanokv.vocabulary import CONTROL_LIKE, PipelineVocabulary, SentencePieceVocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Pipeline
 
+TABLES = {"tokens": str, "merges": str, "scores": float, "token_type": int}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # GGUF's token types are SentencePiece's
 SPLIT = (  # Llama 3 and Qwen 2 differ only in how many digits stand together
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -42,12 +44,12 @@ def gguf_vocabulary(metadata: dict) -> PipelineVocabulary | SentencePieceVocabul
         return PipelineVocabulary(_byte_level(metadata))
     if kind == "llama":
         return _sentencepiece(metadata)
-    raise ValueError(f"the GGUF's tokenizer is {kind!r}; known: 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)")
+    raise ValueError(f"the GGUF's tokenizer is {brief(kind)}; known: 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)")
 
 
 def adds_bos(metadata: dict) -> bool:
     """Does a text begin with BOS? What the file says, else llama.cpp's rule for files that do not."""
-    says = metadata.get("tokenizer.ggml.add_bos_token")
+    says = typed(metadata, "tokenizer.ggml.add_bos_token", bool)
     if says is not None:
         return says
     llama3 = PRE_TOKENIZERS.get(metadata.get("tokenizer.ggml.pre")) == "llama3"
@@ -55,17 +57,20 @@ def adds_bos(metadata: dict) -> bool:
 
 
 def _table(metadata: dict, name: str) -> list:
-    if f"tokenizer.ggml.{name}" not in metadata:
+    table = typed_list(metadata, f"tokenizer.ggml.{name}", TABLES[name])
+    if table is None:
         raise ValueError(f"the GGUF's vocabulary has no {name} (tokenizer.ggml.{name})")
-    return metadata[f"tokenizer.ggml.{name}"]
+    if name != "merges" and len(table) != (n := len(metadata["tokenizer.ggml.tokens"])):
+        raise ValueError(f"the GGUF's vocabulary has {n} tokens, but {len(table)} entries in tokenizer.ggml.{name}")
+    return table
 
 
 def _byte_level(metadata: dict) -> "Pipeline":
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pre = metadata.get("tokenizer.ggml.pre")
+    pre = typed(metadata, "tokenizer.ggml.pre", str)
     if pre not in PRE_TOKENIZERS:
-        raise ValueError(f"the GGUF's pre-tokeniser is {pre!r} (tokenizer.ggml.pre); known: {', '.join(PRE_TOKENIZERS)}")
+        raise ValueError(f"the GGUF's pre-tokeniser is {brief(pre)} (tokenizer.ggml.pre); known: {', '.join(PRE_TOKENIZERS)}")
     rule, tokens = PRE_TOKENIZERS[pre], _table(metadata, "tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in _table(metadata, "merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -86,7 +91,7 @@ def _byte_level(metadata: dict) -> "Pipeline":
     if rule == "qwen2":
         pipeline.normalizer = normalizers.NFC()
     pipeline.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    types = _table({"tokenizer.ggml.token_type": [NORMAL] * len(tokens)} | metadata, "token_type")
     added = [
         AddedToken(token, special=kind == CONTROL, normalized=False)
         for token, kind in zip(tokens, types)
@@ -103,12 +108,12 @@ def _sentencepiece(metadata: dict) -> SentencePieceVocabulary:
     tokens, scores, types = (_table(metadata, name) for name in ("tokens", "scores", "token_type"))
     model = b""
     pieces = []
-    for token, score, kind in zip(tokens, scores, types, strict=True):
+    for token, score, kind in zip(tokens, scores, types):
         if kind == USER_DEFINED and CONTROL_LIKE.fullmatch(token):
             kind = CONTROL  # SentencePiece would match it in any text
         pieces.append(_message(1, _message(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind)))
     bpe = _number(3, 2) + _number(4, len(tokens)) + _number(35, BYTE in types)
-    space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space = typed(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
     rules = _message(1, b"identity") + _number(3, space) + _number(4, False) + _number(5, True)
     model = b"".join(pieces) + _message(2, bpe) + _message(3, rules)
     processor = SentencePieceProcessor()

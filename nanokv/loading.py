@@ -76,7 +76,7 @@ def find(name: str, dtype: str = "auto", device: str = "auto", read: bool = True
     try:
         return Source(path, replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, weights), place)
     except ValueError as error:
-        raise ValueError(f"{path or name}: {error}") from error
+        raise ValueError(f"{path / 'config.json' if weights else path or name}: {error}") from error
 
 
 def load(name: str, dtype: str = "auto", device: str = "auto") -> tuple[Transformer, Tokenizer]:

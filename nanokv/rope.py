@@ -10,6 +10,7 @@ https://arxiv.org/abs/2104.09864, in the half-split layout of Llama and Qwen che
 
 import math
 from collections.abc import Mapping
+from reprlib import repr as brief
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def parameters(config: Mapping) -> dict:
                 raise ValueError("config.json gives no rope_theta, and no default is safe for this model")
             theta = 10000.0
         rope["rope_theta"] = theta
-    rope["rope_theta"] = float(rope["rope_theta"])
+    rope["rope_theta"] = _number(rope, "rope_theta", above=1)
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
         raise ValueError("partial rotary embeddings (partial_rotary_factor) are not supported")
     return rope
@@ -78,27 +79,35 @@ def frequencies(rope: Mapping, head_dim: int, max_context: int) -> tuple[Tensor,
     if kind == "default":
         return freqs, 1.0
     if kind == "linear":
-        return freqs / _need(rope, "factor"), 1.0
+        return freqs / _number(rope, "factor"), 1.0
     if kind == "llama3":
         return _llama3(freqs, rope), 1.0
     if kind == "yarn":
         return _yarn(freqs, rope, head_dim, max_context)
     if kind == "factors":  # what a GGUF file stores instead of naming llama3: one divisor per pair
+        if len(rope["factors"]) != len(freqs):
+            raise ValueError(f"there are {len(rope['factors'])} rope factors for {len(freqs)} pairs of dimensions")
         return freqs / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
     why = "its frequencies depend on the text's length" if kind in ("dynamic", "longrope") else "unknown"
-    raise ValueError(f"rope type {kind!r} is not supported ({why}); known: default, linear, llama3, yarn")
+    raise ValueError(f"rope type {brief(kind)} is not supported ({why}); known: default, linear, llama3, yarn")
 
 
-def _need(rope: Mapping, name: str) -> float:
-    if rope.get(name) is None:
+def _number(rope: Mapping, name: str, default: float | None = None, above: float = 0) -> float:
+    """A number that the rule needs. ValueError names it if it is missing, of another kind, or too small to mean anything."""
+    value = default if rope.get(name) is None else rope[name]
+    if value is None:
         raise ValueError(f"rope type {rope['rope_type']!r} needs {name!r}, which the config does not give")
-    return float(rope[name])
+    if not isinstance(value, (int, float)) or not above < value < 1e30:
+        raise ValueError(f"{name!r} must be a number above {above} to turn keys by, not {brief(value)}")
+    return float(value)
 
 
 def _llama3(freqs: Tensor, rope: Mapping) -> Tensor:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the middle blended."""
-    factor, low, high = (_need(rope, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = _need(rope, "original_max_position_embeddings") * freqs / TAU  # turns over the trained context
+    factor, low, high = (_number(rope, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    if not low < high:
+        raise ValueError(f"high_freq_factor must be above low_freq_factor, {low}, not {high}")
+    turns = _number(rope, "original_max_position_embeddings") * freqs / TAU  # turns over the trained context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * freqs / factor + blend * freqs
 
@@ -106,13 +115,13 @@ def _llama3(freqs: Tensor, rope: Mapping) -> Tensor:
 def _yarn(freqs: Tensor, rope: Mapping, head_dim: int, max_context: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071): pairs that turn often keep their
     frequency, slow ones are interpolated; the logits grow with log(factor)."""
-    factor = _need(rope, "factor")
-    trained = float(rope.get("original_max_position_embeddings") or max_context)
+    factor = _number(rope, "factor")
+    trained = _number(rope, "original_max_position_embeddings", max_context)
 
     def pair(turns: float) -> float:  # the (fractional) pair that makes `turns` turns in the trained context
         return head_dim * math.log(trained / (turns * TAU)) / (2 * math.log(rope["rope_theta"]))
 
-    low, high = pair(float(rope.get("beta_fast") or 32)), pair(float(rope.get("beta_slow") or 1))
+    low, high = pair(_number(rope, "beta_fast", 32)), pair(_number(rope, "beta_slow", 1))
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -121,8 +130,9 @@ def _yarn(freqs: Tensor, rope: Mapping, head_dim: int, max_context: int) -> tupl
     def growth(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    scale = rope.get("attention_factor")
-    if scale is None:
-        top, bottom = rope.get("mscale"), rope.get("mscale_all_dim")
-        scale = growth(top) / growth(bottom) if top and bottom else growth(1.0)
-    return freqs / factor * ramp + freqs * (1 - ramp), float(scale) ** 2
+    if rope.get("attention_factor") is None:
+        both = rope.get("mscale") and rope.get("mscale_all_dim")
+        scale = growth(_number(rope, "mscale")) / growth(_number(rope, "mscale_all_dim")) if both else growth(1.0)
+    else:
+        scale = _number(rope, "attention_factor")
+    return freqs / factor * ramp + freqs * (1 - ramp), scale**2

@@ -5,7 +5,6 @@ treats control strings like `<|im_end|>` as the text they are; only with `specia
 become ids, and `chat` sees to it that those are the template's and never a message's.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from nanokv.chat_template import break_control, render
 from nanokv.detokenizer import Detokenizer
+from nanokv.files import checked, read_json, refuse_pointer, typed
 from nanokv.gguf_vocabulary import adds_bos, gguf_vocabulary
 from nanokv.vocabulary import PipelineVocabulary, SentencePieceVocabulary, Vocabulary
 
@@ -91,43 +91,43 @@ def _from_gguf(path: Path) -> Tokenizer:
     metadata = GGUF(path).metadata
     try:
         vocabulary = gguf_vocabulary(metadata)
+        tokens = metadata["tokenizer.ggml.tokens"]
+        ids = (typed(metadata, f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos", "eot"))
+        bos, eos, eot = (i if i is not None and 0 <= i < len(tokens) else None for i in ids)  # some write 2**32 - 1 for none
+        return Tokenizer(
+            vocabulary,
+            bos_id=bos,
+            add_bos=bos is not None and adds_bos(metadata),
+            eos_ids=frozenset(i for i in (eos, eot) if i is not None),
+            chat_template=_template(metadata.get("tokenizer.chat_template")),
+            bos_token="" if bos is None else tokens[bos],
+            eos_token="" if eos is None else tokens[eos],
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    tokens = metadata["tokenizer.ggml.tokens"]
-    ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
-    bos, eos, eot = (i if i is not None and i < len(tokens) else None for i in ids)  # some write 2**32 - 1 for none
-    return Tokenizer(
-        vocabulary,
-        bos_id=bos,
-        add_bos=bos is not None and adds_bos(metadata),
-        eos_ids=frozenset(i for i in (eos, eot) if i is not None),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        bos_token="" if bos is None else tokens[bos],
-        eos_token="" if eos is None else tokens[eos],
-    )
 
 
 def _from_directory(path: Path) -> Tokenizer:
-    config = _json(path / "special_tokens_map.json") | _json(path / "tokenizer_config.json")
+    config = _settings(path / "special_tokens_map.json") | _settings(path / "tokenizer_config.json")
     if (path / "tokenizer.json").exists():
         vocabulary = _pipeline(path / "tokenizer.json")
         first = vocabulary.first_id()
     elif (path / "tokenizer.model").exists():
-        vocabulary = _sentencepiece(path / "tokenizer.model", config, _json(path / "added_tokens.json"))
+        vocabulary = _sentencepiece(path / "tokenizer.model", config.get("added", {}), _added(path / "added_tokens.json"))
         first = vocabulary.id_of("<s>")  # Llama's rule, unless the config says otherwise
     else:
         raise FileNotFoundError(f"{path} has no tokenizer.json and no tokenizer.model")
-    bos_token, eos_token = (_token(config, name) for name in ("bos_token", "eos_token"))
+    bos_token, eos_token = (config.get(name, "") for name in ("bos_token", "eos_token"))
     bos, eos = vocabulary.id_of(bos_token), vocabulary.id_of(eos_token)
     if bos is None and "bos_token" not in config:
         bos = first
-    says = config.get("add_bos_token")
+    says, jinja = config.get("add_bos_token"), path / "chat_template.jinja"  # which wins
     return Tokenizer(
         vocabulary,
         bos_id=bos,
         add_bos=bos is not None and (first == bos if says is None else says),
         eos_ids=frozenset(() if eos is None else (eos,)),
-        chat_template=_template(path, config),
+        chat_template=_jinja(jinja) if jinja.exists() else config.get("chat_template"),
         bos_token=bos_token,
         eos_token=eos_token,
     )
@@ -135,39 +135,43 @@ def _from_directory(path: Path) -> Tokenizer:
 
 def _read(path: Path) -> bytes:
     """The bytes of a file, which must not be a git-lfs pointer."""
-    data = path.read_bytes()
-    if data.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull`")
-    return data
+    refuse_pointer(path)
+    return path.read_bytes()
 
 
-def _json(path: Path) -> dict:
-    """The object in a JSON file; {} without the file."""
+def _settings(path: Path) -> dict:
+    """What a JSON file says that matters here, special tokens as text; {} without the file. ValueError names the file."""
     if not path.exists():
         return {}
+    given = read_json(path)
     try:
-        value = json.loads(_read(path))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
+        found = {name: _token(given, name) for name in ("bos_token", "eos_token") if name in given}
+        added = {int(i): checked(f"token {i}", token, dict) for i, token in typed(given, "added_tokens_decoder", dict, {}).items()}
+        found["added"] = {i: (checked("content", token.get("content"), str), token.get("special")) for i, token in added.items()}
+        return found | {"add_bos_token": typed(given, "add_bos_token", bool), "chat_template": _template(given.get("chat_template"))}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _token(config: dict, name: str) -> str:
     """A special token's text, whichever way it is written; "" for none."""
     value = config.get(name) or ""
-    return value["content"] if isinstance(value, dict) else value
+    return checked(name, value.get("content") if isinstance(value, dict) else value, str)
 
 
-def _template(path: Path, config: dict) -> str | None:
-    """chat_template.jinja wins; else the config's, which may be a list of named ones."""
-    if (path / "chat_template.jinja").exists():
-        return _read(path / "chat_template.jinja").decode()
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+def _template(value: object) -> str | None:
+    """A chat template, which may be one of several named ones; None for an empty one."""
+    if isinstance(value, list):
+        named = [checked("every entry of chat_template", entry, dict) for entry in value]
+        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    return checked("chat_template", value or "", str) or None
+
+
+def _jinja(path: Path) -> str | None:
+    try:
+        return _template(_read(path).decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def _pipeline(path: Path) -> PipelineVocabulary:
@@ -184,8 +188,14 @@ def _pipeline(path: Path) -> PipelineVocabulary:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _sentencepiece(path: Path, config: dict, added: dict[str, int]) -> SentencePieceVocabulary:
-    """config's `added_tokens_decoder` and added_tokens.json name ids beyond the model's own."""
+def _added(path: Path) -> dict[str, int]:
+    """The tokens of added_tokens.json with their ids; {} without the file."""
+    listed = read_json(path) if path.exists() else {}
+    return {token: checked(f"{path}: the id of {token}", i, int) for token, i in listed.items()}
+
+
+def _sentencepiece(path: Path, listed: dict[int, tuple], added: dict[str, int]) -> SentencePieceVocabulary:
+    """listed: id -> (text, is it special?), and added: text -> id; they may name ids beyond the model's own."""
     data = _read(path)
     if TIKTOKEN.match(data):
         raise ValueError(f"{path} is a tiktoken file, as Llama 3 brings it, not SentencePiece: use tokenizer.json")
@@ -196,7 +206,6 @@ def _sentencepiece(path: Path, config: dict, added: dict[str, int]) -> SentenceP
         model.LoadFromSerializedProto(data)
     except RuntimeError as error:
         raise ValueError(f"{path} ({len(data):,} bytes) is no SentencePiece model, or only part of one") from error
-    listed = {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
-    added = {token["content"]: i for i, token in listed.items()} | added
+    added = {text: i for i, (text, _) in listed.items()} | added
     beyond = {text: i for text, i in added.items() if i >= model.get_piece_size()}
-    return SentencePieceVocabulary(model, beyond, {i for i, token in listed.items() if token.get("special")})
+    return SentencePieceVocabulary(model, beyond, {i for i, (_, special) in listed.items() if special})

@@ -471,7 +471,7 @@ def test_files_that_are_missing_cut_short_or_another_format(tmp_path):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(whole)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON"):
+    with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
         load_tokenizer(tmp_path)
 
 
