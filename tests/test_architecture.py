@@ -96,8 +96,8 @@ def test_nanokv_stands_alone(path):
     roots = {n.partition(".")[0] for n in imports(path)}
     assert not roots & {"tests", "conftest", "oracle", "pytest"}
     assert "cli" not in roots or module(path) == ("__main__",)
-    assert "transformers" not in roots or module(path) == ("bench", "peers")
-    if module(path) != ("models",):
+    assert "transformers" not in roots or module(path) == ("bench", "_peers")
+    if module(path) not in (("models",), ("bench", "__main__")):  # the latter for what a thread library reads when torch is imported
         used = {a.attr for a in ast.walk(tree(path)) if isinstance(a, ast.Attribute)}
         assert not used & {"environ", "getenv"}, "only models.py reads the environment"
 

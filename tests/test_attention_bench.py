@@ -123,7 +123,9 @@ def test_layers_and_policies_have_their_rows_and_a_second_run_says_the_same(smal
     layers, losses = ([r for r in found["rows"] if r["measure"] == m] for m in ("layer", "loss"))
     assert [r["layer"] for r in layers] == [0, 1, 2] and "failed" not in out
     assert {r["policy"] for r in losses} >= {"full", "window", "h2o", "quest"} and all(len(r["layers"]) == 3 for r in losses)
-    assert losses[0] == {"measure": "loss", "policy": "full", "budget": None, "sink": 0, "loss": 0.0, "layers": [0.0] * 3}
+    held = 2 * 3 * 2 * 8 * 140 * 4  # K and V, layers, heads, D, tokens, bytes
+    assert losses[0] == {"measure": "loss", "policy": "full", "budget": None, "sink": 0, "loss": 0.0, "layers": [0.0] * 3,
+                         "kv_bytes": held, "kv_bytes_planned": held}
     assert (found["bench"], found["text"], found["tokens"], found["complete"]) == ("attention", SAMPLE, 140, True)
     with open(tmp_path / "rows.csv", newline="") as f:
         assert [json.loads(r["layers"]) for r in csv.DictReader(f) if r["layers"]] == [r["layers"] for r in losses]

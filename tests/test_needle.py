@@ -1,6 +1,8 @@
 """The needle bench: its prompts, engines that read together, cells that fail alone, and (slow) the oracle's kept sets."""
 
 import json
+import math
+from argparse import Namespace
 from itertools import islice
 from random import Random
 
@@ -9,10 +11,14 @@ import torch
 from conftest import REGISTRY, small, tiny, variants
 
 from nanokv import make
-from nanokv.bench import needle
+from nanokv.bench import _cells, needle
+from nanokv.bench.__main__ import main
+from nanokv.bench._cells import ask, cells
 from nanokv.bench._haystack import HIDDEN, KINDS, prompts, sentences
+from nanokv.bench._output import Finished
 from nanokv.bench._together import answer, apart, read_together
 from nanokv.engine import Engine
+from nanokv.policies.window import Window
 
 
 class Words:
@@ -131,47 +137,122 @@ def test_answers_end():
 
 
 def measured(policies: str, budgets: tuple, **dials) -> dict:
-    """Counts of a random model on two prompts of about 100 tokens."""
+    """Rows of a random model on two prompts of about 100 tokens."""
     words = Words(97)
-    every = list(needle.cells(tiny(), policies.split(","), budgets, dials))
-    for prompt in prompts(words, 2, (100,)):
-        needle.ask(every, prompt, words)
-    return {(c.policy, c.budget): c for c in every}
+    every, asked = list(cells(tiny(), policies.split(","), budgets, dials)), prompts(words, 2, (100,))
+    ask(every, asked, words, Finished("needle", Namespace(resume=None)))
+    return {(c.policy, c.budget): needle.row(c, asked) for c in every}
 
 
 def test_a_policy_that_cannot_is_reported_in_its_cell_and_ends_nothing():
-    cells = measured("full,snapkv,triattention,window", (16, 64), snapkv={"window": 32})
-    assert len(cells[("full", None)].hits) == 2 and len(cells[("window", 16)].hits) == 2
-    assert "16 slots cannot hold" in cells[("snapkv", 16)].failed and cells[("snapkv", 16)].row["found"] is None
-    assert cells[("snapkv", 64)].row == {"policy": "snapkv", "budget": 64, "found": 0, "hits": "00"}
+    rows = measured("full,snapkv,triattention,window", (16, 64), snapkv={"window": 32})
+    assert len(rows[("full", None)]["hits"]) == 2 and len(rows[("window", 16)]["hits"]) == 2
+    assert "16 slots cannot hold" in rows[("snapkv", 16)]["failed"] and rows[("snapkv", 16)]["found"] is None
+    one = rows[("snapkv", 64)]
+    assert (one["policy"], one["budget"], one["found"], one["hits"]) == ("snapkv", 64, 0, "00") and "failed" not in one
+    assert one["kv_bytes"] == one["kv_bytes_planned"] == 2 * 3 * 2 * 8 * 64 * 4  # K and V, layers, heads, D, slots, bytes
 
 
 def test_a_policy_that_fails_while_it_works_is_out_too():
-    cells = measured("full,triattention", (16, 64), triattention={"stats": "nowhere.safetensors"})
-    assert all("nowhere" in cells[("triattention", b)].failed for b in (16, 64))
-    assert len(cells[("full", None)].hits) == 2
+    rows = measured("full,triattention", (16, 64), triattention={"stats": "nowhere.safetensors"})
+    assert all("nowhere" in rows[("triattention", b)]["failed"] for b in (16, 64))
+    assert len(rows[("full", None)]["hits"]) == 2
+
+
+def test_one_that_gets_no_memory_is_out_and_the_others_read_on(monkeypatch):
+    real = Window.settle
+
+    def hungry(self, kv):
+        if self.budget == 16 and kv.layer == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        real(self, kv)
+
+    monkeypatch.setattr(Window, "settle", hungry)
+    rows = measured("full,window", (16, 64))
+    assert "can't allocate" in rows[("window", 16)]["failed"] and rows[("window", 16)]["found"] is None
+    monkeypatch.undo()
+    fresh = measured("full,window", (16, 64))
+    assert all(rows[c] == fresh[c] for c in (("full", None), ("window", 64)))
 
 
 def test_layers_that_share_their_tokens_read_alone():
-    cell = measured("triattention", (32,), triattention={"scope": "model"})[("triattention", 32)]
-    assert len(cell.hits) == 2 and apart(cell.engine, 33)
+    words = Words(97)
+    cell, window = cells(tiny(), ["triattention", "window"], (32,), {"triattention": {"scope": "model"}})
+    asked = prompts(words, 2, (100,))
+    ask([cell, window], asked, words, Finished("needle", Namespace(resume=None)))
+    assert len(cell.answers) == 2 and apart(cell.engine, 33) and not apart(window.engine, 33)
     assert len({kv.pos.sort().values.numpy().tobytes() for kv in cell.engine.slots}) == 1
-    assert not apart(measured("window", (32,))[("window", 32)].engine, 33)
 
 
-def test_the_command_line(monkeypatch, capsys):
+# ---- the command line ----
+
+ARGV = "--budgets 8,32 --prompts 3 --lengths 60,100 --policies full,window,snapkv --set snapkv.pooling=avg --set snapkv.window=9".split()
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """The bench, with a tiny model whose tokens are words."""
     words = Words(97)
     monkeypatch.setattr(needle, "load", lambda name, dtype: (tiny(), words))
-    needle.main("--budgets 8,32 --prompts 3 --lengths 60,100 --policies full,window,snapkv --set snapkv.pooling=avg --set snapkv.window=9".split())
+
+
+def run(capsys, *argv: str) -> tuple[list[str], dict]:
+    assert main(["needle", *argv]) == 0
     lines = capsys.readouterr().out.splitlines()
-    got = json.loads(lines[-1])
-    assert got["bench"] == "needle" and [(r["policy"], r["budget"]) for r in got["rows"]] == [
+    return lines, json.loads(lines[-1])
+
+
+def test_the_command_line(words, capsys):
+    lines, got = run(capsys, *ARGV)
+    assert got["bench"] == "needle" and got["complete"] and [(r["policy"], r["budget"]) for r in got["rows"]] == [
         ("full", None), ("window", 8), ("window", 32), ("snapkv", 8), ("snapkv", 32)]
     assert [len(r["hits"]) for r in got["rows"]] == [3, 3, 3, 0, 3] and "cannot hold" in got["rows"][3]["failed"]
+    assert [length for length, _ in got["prompts"]] == [60, 60, 100]
     assert any(line.split() == ["snapkv", "-", "0"] for line in lines) and any(line.split() == ["full", "0", "0"] for line in lines)
-    for wrong in ("--policies windows", "--set windows.sink=1", "--budgets 12,x", "--budgets 0", "--prompts 0"):
-        with pytest.raises(ValueError):
-            needle.main(wrong.split())
+
+
+def test_a_second_run_says_the_same(words, capsys):
+    assert run(capsys, *ARGV) == run(capsys, *ARGV)
+
+
+@pytest.mark.parametrize("wrong", ("--policies windows", "--set windows.sink=1", "--budgets 12,x", "--budgets 0", "--prompts 0", "--lengths 9"))
+def test_mistakes_are_the_users(words, capsys, wrong):
+    assert main(["needle", *wrong.split()]) == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_interrupted_run_says_what_it_had_and_can_be_resumed(words, capsys, monkeypatch, tmp_path):
+    real, calls = _cells.answers, []
+
+    def interrupted(every, question, tokenizer):
+        calls.append(question)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(every, question, tokenizer)
+
+    monkeypatch.setattr(_cells, "answers", interrupted)
+    resume = ["--resume", str(tmp_path / "run")]
+    assert main(["needle", *ARGV, *resume]) == 130
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    assert not found["complete"] and [len(r["hits"]) for r in found["rows"]] == [2, 2, 2, 0, 2] and "interrupted" in err
+    resumed = run(capsys, *ARGV, *resume)
+    assert len(calls) == 4 and resumed == run(capsys, *ARGV)
+
+
+def test_a_heat_map_has_a_square_for_each_length_and_band_of_depth(words):
+    asked = prompts(Words(), 20, (300, 500))
+    hits = "".join(str(int(p.length == 300 or p.depth > 0.8)) for p in asked)
+    assert needle.heat({"hits": hits}, asked) == [[1, 0]] * 4 + [[1, 1]]
+    few = needle.heat({"hits": "1"}, asked)
+    assert few[0][0] == 1 and math.isnan(few[0][1]) and math.isnan(few[4][0])
+
+
+def test_a_heat_map_is_drawn_of_any_rows(words, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    run(capsys, *ARGV, "--plot", str(tmp_path / "map.svg"))
+    drawn = (tmp_path / "map.svg").read_text()
+    assert all(f"<!-- {title} -->" in drawn for title in ("full: 0", "window 8: 0", "snapkv 8: failed", "snapkv 32: 0"))
+    needle.draw([], str(tmp_path / "none.png"), [])
 
 
 @pytest.mark.slow
@@ -182,7 +263,8 @@ def test_kept_sets_and_answers_are_those_of_the_oracle(smollm2):
     from nanokv import load
 
     model, tokenizer = load(str(smollm2), "float32", "cpu")
-    every = list(needle.cells(model, list(METHODS), (96, 256), {}))
+    every = list(cells(model, list(METHODS), (96, 256), {}))
+    agree = dict.fromkeys(map(id, every), 0)
     oracle, names = Oracle(smollm2), [(c.policy, c.budget or 96) for c in every]
     for prompt in prompts(tokenizer, 2, (500, 700)):
         needle_logits = oracle.read(prompt.tokens, names)
@@ -201,5 +283,5 @@ def test_kept_sets_and_answers_are_those_of_the_oracle(smollm2):
                 shared, total = shared + int((held & torch.from_numpy(kept[i])).sum()), total + int(held.sum())
             assert shared >= 0.995 * total, (name, shared / total)
             mine = answer(cell.engine, logits, prompt.max_new, tokenizer.eos_ids)
-            cell.hits += str(int(prompt.found(tokenizer.decode(mine)) == prompt.found(tokenizer.decode(theirs[i]))))
-    assert sum(c.hits != "11" for c in every) <= 2, [c.row for c in every]
+            agree[id(cell)] += prompt.found(tokenizer.decode(mine)) == prompt.found(tokenizer.decode(theirs[i]))
+    assert sum(n < 2 for n in agree.values()) <= 2, list(zip(names, agree.values()))

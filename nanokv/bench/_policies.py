@@ -6,61 +6,117 @@ A policy that cannot be run at some budget says so in its row, and the run goes 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from nanokv import make
 from nanokv.bench._output import add_outputs, check_outputs
-from nanokv.bench.speed import ORDER, dials
+from nanokv.engine import Engine
+from nanokv.memory import pool_bytes
+from nanokv.options import Parser
 from nanokv.policy import REGISTRY, Policy
 
+ORDER = ("full", "window", "streaming_llm", "scissorhands", "h2o", "snapkv", "pyramidkv", "adakv", "quest", "rkv", "triattention")
+CANNOT = (ValueError, RuntimeError, MemoryError)  # what a policy may fail with; RuntimeError: torch gets no memory
 
-def parser(bench: str, lesson: str | None, budgets: str) -> argparse.ArgumentParser:
-    """The options that every bench of policies takes; `budgets` unless told otherwise."""
-    p = argparse.ArgumentParser(prog=f"python -m nanokv.bench {bench}", description=lesson, allow_abbrev=False)
-    p.add_argument("--model", default="smollm2-135m")
-    p.add_argument("--dtype", default="float32")
-    p.add_argument("--policies", default="all", help="names with commas between them")
-    p.add_argument("--budgets", default=budgets, help="of each policy that has one")
-    p.add_argument("--set", action="append", default=[], metavar="policy.dial=value")
-    p.add_argument("--seed", type=int, default=0)
+
+def parser(bench: str, lesson: str | None, budgets: str, model: str | None = "smollm2-135m") -> Parser:
+    """The options that every bench of policies takes; budgets and model unless told otherwise (None: it makes its own)."""
+    p = Parser(f"python -m nanokv.bench {bench}", lesson)
+    p.epilog, p.formatter_class = None, argparse.RawDescriptionHelpFormatter
+    if model:
+        p.add_argument("--model", default=model, help="a name, a directory, or a .gguf file (default: %(default)s)")
+    p.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or auto (default: %(default)s)")
+    p.add_argument("--policies", default="all", help="names with commas between them (default: %(default)s)")
+    p.add_argument("--budgets", default=budgets, help="of each policy that has one (default: %(default)s)")
+    p.add_argument("--set", action="append", default=[], metavar="policy.dial=value", help="a dial of a policy; repeatable")
+    p.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     p.add_argument("--quick", action="store_true", help="less of everything that is not given")
     add_outputs(p)
     return p
 
 
-def parsed(p: argparse.ArgumentParser, argv: list[str], quick: Mapping[str, object]) -> argparse.Namespace:
+def parsed(p: Parser, argv: Sequence[str], quick: Mapping[str, object]) -> argparse.Namespace:
     """The command line, understood; with --quick other defaults hold. ValueError for what there is none of."""
     if "--quick" in argv:
         p.set_defaults(**quick)
-    args = p.parse_args(argv)
+    args = p.read(argv)
     known = [*ORDER, *sorted(set(REGISTRY) - set(ORDER))]
     args.policies = known if args.policies == "all" else args.policies.split(",")
     args.set = dials(args.set)
     for name in [*args.policies, *args.set]:
         if name not in known:
             raise ValueError(f"no policy is called {name!r}; there are {', '.join(known)}")
-    if not all(n.strip().isdecimal() and int(n) for n in args.budgets.split(",")):
-        raise ValueError(f"--budgets takes whole numbers with commas between them, not {args.budgets!r}")
-    args.budgets = [int(n) for n in args.budgets.split(",")]
+    args.budgets = numbers("budgets", args.budgets)
     check_outputs(args)
     return args
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """The whole numbers of an option. ValueError if one is none, or 0."""
+    if not all(n.strip().isdecimal() and len(n) < 10 and int(n) for n in text.split(",")):
+        raise ValueError(f"--{name} takes whole numbers with commas between them, not {text!r}")
+    return [int(n) for n in text.split(",")]
+
+
+def at_least(least: int, args: argparse.Namespace, *names: str) -> None:
+    """ValueError if an option is a number below the least that makes sense."""
+    for name in names:
+        if (n := getattr(args, name)) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {n}")
+
+
+def dials(texts: list[str]) -> dict[str, dict[str, str]]:
+    """`--set policy.dial=value`, by policy."""
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        policy, dot, dial = key.partition(".")
+        if not equals or not dot:
+            raise ValueError(f"--set takes policy.dial=value, not {text!r}")
+        found.setdefault(policy, {})[dial] = value
+    return found
+
+
+def pairs(policies: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, int | None]]:
+    """Every policy with every budget; None for one that has no such dial."""
+    own = {name: "budget" in {f.name for f in dataclasses.fields(REGISTRY[name])} for name in policies}
+    return [(name, budget) for name in policies for budget in (budgets if own[name] else [None])]
+
+
+def made(name: str, budget: int | None, given: Mapping[str, Mapping[str, object]]) -> Policy:
+    """The policy of a row, with the dials that were given for its name. ValueError if it cannot be."""
+    return make(name, **dict(given.get(name, {})) | ({} if budget is None else {"budget": budget}))
+
+
+def called(name: str, budget: int | None) -> str:
+    """How a row is named where there is one line for it."""
+    return name if budget is None else f"{name} {budget}"
+
+
+def reason(error: Exception) -> str:
+    """Why a policy failed, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def kv_held(engine: Engine, prompt: int, new: int) -> dict[str, int]:
+    """Bytes of keys and values: what is planned for a prompt and an answer of so many tokens, and what was allocated."""
+    c = engine.model.config
+    planned = pool_bytes(c, engine.policy.plan(c.n_layers, prompt, new), engine.like.element_size())
+    return {"kv_bytes": sum(kv.bytes for kv in engine.slots), "kv_bytes_planned": planned}
 
 
 def measured(args: argparse.Namespace, measure: Callable[[str, Policy], dict]) -> Iterator[dict]:
     """A row for every policy and budget (one without a budget: once): what `measure(title, policy)` returns, or why not."""
     noted: set[str] = set()
-    for name in args.policies:
-        own = "budget" in {f.name for f in dataclasses.fields(REGISTRY[name])}
-        for budget in args.budgets if own else [None]:
-            row = {"policy": name, "budget": budget}
-            try:
-                given = args.set.get(name, {}) | ({"budget": budget} if own else {})
-                policy = make(name, **given)
-                if policy.note and name not in noted:
-                    print(policy.note, file=sys.stderr)
-                    noted.add(name)
-                row["sink"] = policy.sink
-                row |= measure(f"{name} at {budget}" if own else name, policy)
-            except (ValueError, RuntimeError) as error:  # RuntimeError: what torch says of memory it cannot get
-                row["failed"] = " ".join(str(error).split())
-            yield row
+    for name, budget in pairs(args.policies, args.budgets):
+        row: dict[str, object] = {"policy": name, "budget": budget}
+        try:
+            policy = made(name, budget, args.set)
+            if policy.note and policy.note not in noted:
+                print(policy.note, file=sys.stderr)
+                noted.add(policy.note)
+            row["sink"] = policy.sink
+            row |= measure(called(name, budget), policy)
+        except CANNOT as error:
+            row["failed"] = reason(error)
+        yield row

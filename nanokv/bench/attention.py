@@ -23,10 +23,11 @@ from nanokv import load
 from nanokv.attention import watch_prompt, watched_rows
 from nanokv.bench import progress
 from nanokv.bench._output import figure, reported
-from nanokv.bench._policies import measured, parsed, parser
+from nanokv.bench._policies import called, kv_held, measured, parsed, parser
 from nanokv.bench._text import SAMPLE, add_text, first_tokens
 from nanokv.engine import Engine
 from nanokv.model import Attend, Transformer
+from nanokv.options import usage
 from nanokv.policies.full import Full
 from nanokv.policy import Policy
 from nanokv.query_stats import add, lengths, means, sums
@@ -161,7 +162,7 @@ def draw(path: str, rows: list[dict]) -> None:
             left.plot([r["layer"] for r in layers], [r[name] for r in layers], label=name)
         for r in rows:
             if "layers" in r:
-                right.plot(r["layers"], label=r["policy"] if r["budget"] is None else f"{r['policy']} {r['budget']}")
+                right.plot(r["layers"], label=called(r["policy"], r["budget"]))
         left.set(xlabel="layer", title="What the methods assume", ylim=(0, 1.02))
         right.set(xlabel="layer", title="Share of full attention lost")
         for axes in (left, right):
@@ -171,15 +172,15 @@ def draw(path: str, rows: list[dict]) -> None:
 def options(argv: list[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
     p = parser("attention", __doc__, "64,256")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     add_text(p, 1024)
     return parsed(p, argv, {"tokens": 256, "budgets": "64"})
 
 
 @torch.no_grad()
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Run the bench. Interrupted, it reports what it has."""
-    args = options(argv)
+    with usage():
+        args = options(argv)
     print(__doc__)
     torch.manual_seed(args.seed)
     model, tokenizer = load(args.model, args.dtype)
@@ -188,8 +189,9 @@ def main(argv: list[str]) -> None:
     text = Recorded(model, torch.tensor(tokens, device=model.embed.weight.device))
 
     def measure(title: str, policy: Policy) -> dict:
-        lost = Replayed(text, policy).losses(title)
-        return {"loss": float(lost.mean()), "layers": lost.tolist()}
+        replayed = Replayed(text, policy)
+        lost = replayed.losses(title)
+        return {"loss": float(lost.mean()), "layers": lost.tolist()} | kv_held(replayed.engine, 0, len(tokens))
 
     print(f"{args.tokens} tokens, rows from {SKIP} on count\n")
     with reported("attention", args, draw, text=args.text or SAMPLE, tokens=args.tokens) as rows:
@@ -198,3 +200,4 @@ def main(argv: list[str]) -> None:
             rows.append(layer_row(layer, statistics(text, layer)))
         for row in measured(args, measure):
             rows.append({"measure": "loss"} | row)
+    return 0

@@ -12,7 +12,10 @@ import json
 import subprocess
 import sys
 
-from nanokv.bench import progress, report
+from nanokv.bench import progress
+from nanokv.bench._output import add_outputs, check_outputs, figure, reported
+from nanokv.bench._policies import called, numbers
+from nanokv.options import Parser, positive, usage
 
 
 def resident(field: str) -> int:
@@ -56,34 +59,65 @@ def worker(args: argparse.Namespace) -> dict:
     }
 
 
-def main(argv: list[str]) -> None:
-    """Run the bench."""
-    p = argparse.ArgumentParser(prog="python -m nanokv.bench memory", description=__doc__, allow_abbrev=False)
-    p.add_argument("--model", default="smollm2-135m")
-    p.add_argument("--dtype", default="float32")
-    p.add_argument("--lengths", default="2048,8192,32768")
-    p.add_argument("--runs", default="full,snapkv:1024,h2o:1024:512", help="policy[:budget[:chunk]], separated by commas")
-    p.add_argument("--new", type=int, default=8)
-    p.add_argument("--seed", type=int, default=0)
+def options(argv: list[str]) -> argparse.Namespace:
+    """The command line. ValueError for what there is none of."""
+    p = Parser("python -m nanokv.bench memory", __doc__)
+    p.epilog = None
+    p.add_argument("--model", default="smollm2-135m", help="a name, a directory, or a .gguf file (default: %(default)s)")
+    p.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or auto (default: %(default)s)")
+    p.add_argument("--lengths", default="2048,8192,32768", help="tokens of the prompts (default: %(default)s)")
+    p.add_argument("--runs", default="full,snapkv:1024,h2o:1024:512", help="policy[:budget[:chunk]], with commas between them (default: %(default)s)")
+    p.add_argument("--new", type=positive, default=8, help="tokens of an answer (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    p.add_argument("--quick", action="store_true", help="2048 and 4096 tokens, unless lengths are given")
     for hidden in ("--policy", "--budget", "--chunk", "--length"):
         p.add_argument(hidden, type=str if hidden == "--policy" else int, help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
+    add_outputs(p)
+    if "--quick" in argv:
+        p.set_defaults(lengths="2048,4096")
+    args = p.read(argv)
+    args.lengths = numbers("lengths", args.lengths)
+    check_outputs(args)
+    return args
+
+
+def measured(args: argparse.Namespace, run: str, length: int) -> dict:
+    """The row of one measurement in a process of its own: what it found, or why not."""
+    policy, *given = run.split(":")
+    dials = [f"--{name}={n}" for name, n in zip(("budget", "chunk"), given)]
+    same = [f"--model={args.model}", f"--dtype={args.dtype}", f"--new={args.new}", f"--seed={args.seed}"]
+    command = [sys.executable, "-m", "nanokv.bench", "memory", *same, f"--policy={policy}", f"--length={length}", *dials]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]  # a process that is killed says nothing
+    return {"policy": policy, "tokens": length, "failed": said[-1]}
+
+
+def draw(path: str, rows: list[dict]) -> None:
+    """Measured over the length of the prompt, the plan as crosses."""
+    found = [r for r in rows if "failed" not in r]
+    with figure(path) as (axes,):
+        for run in dict.fromkeys((r["policy"], r["budget"], r["chunk"]) for r in found):
+            mine = [r for r in found if (r["policy"], r["budget"], r["chunk"]) == run]
+            x, chunk = [r["tokens"] for r in mine], f", chunks of {run[2]}" if run[2] else ""
+            (line,) = axes.plot(x, [r["measured_bytes"] / 2**20 for r in mine], label=f"{called(*run[:2])}{chunk}")
+            axes.plot(x, [r["planned_bytes"] / 2**20 for r in mine], "x", color=line.get_color())
+        axes.set(xlabel="tokens of the prompt", ylabel="MiB above the weights", title="Measured (lines) and planned (crosses)")
+        axes.legend(fontsize="small")
+
+
+def main(argv: list[str]) -> int:
+    """Run the bench -> 0, or 1 if a measurement failed."""
+    with usage():
+        args = options(argv)
     if args.policy:
         print(json.dumps(worker(args)))
-        return
+        return 0
     print(__doc__)
-    rows = []
-    for run in args.runs.split(","):
-        policy, *numbers = run.split(":")
-        options = [f"--{name}={n}" for name, n in zip(("budget", "chunk"), numbers)]
-        for length in args.lengths.split(","):
-            progress(f"{run} reads {length} tokens")
-            same = [f"--model={args.model}", f"--dtype={args.dtype}", f"--new={args.new}", f"--seed={args.seed}"]
-            command = [sys.executable, "-m", "nanokv.bench", "memory", *same, f"--policy={policy}", f"--length={length}", *options]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                rows.append({"policy": policy, "tokens": int(length), "error": done.stderr.strip().splitlines()[-1]})
-            else:
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
-    progress("")
-    report("memory", rows, args.model, args.dtype, args.seed)
+    with reported("memory", args, draw) as rows:
+        for run in args.runs.split(","):
+            for length in args.lengths:
+                progress(f"{run} reads {length} tokens")
+                rows.append(measured(args, run, length))
+    return 1 if any("failed" in row for row in rows) else 0

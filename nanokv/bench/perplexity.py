@@ -16,10 +16,11 @@ from torch import Tensor
 
 from nanokv import load
 from nanokv.bench import progress
-from nanokv.bench._output import figure, reported
-from nanokv.bench._policies import measured, parsed, parser
+from nanokv.bench._output import Finished, add_resume, figure, reported
+from nanokv.bench._policies import called, kv_held, measured, parsed, parser
 from nanokv.bench._text import SAMPLE, add_text, first_tokens
 from nanokv.engine import Engine
+from nanokv.options import usage
 from nanokv.policy import Policy
 
 BUCKET = 64  # places that make one point of the curve
@@ -57,7 +58,7 @@ def draw(path: str, rows: list[dict]) -> None:
     with figure(path) as (axes,):
         for r in rows:
             if "curve" in r:
-                axes.plot(*zip(*r["curve"]), label=r["policy"] if r["budget"] is None else f"{r['policy']} {r['budget']}")
+                axes.plot(*zip(*r["curve"]), label=called(r["policy"], r["budget"]))
         axes.set(xlabel="token", ylabel=f"-ln p, mean of {BUCKET}", title="What forgetting costs the next word")
         axes.legend(fontsize="small")
 
@@ -66,6 +67,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
     p = parser("perplexity", __doc__, "64,256")
     add_text(p, 1024)
+    add_resume(p)
     p.add_argument("--from", dest="first", type=int, default=0, metavar="K", help="only tokens from index K on count (default: %(default)s)")
     args = parsed(p, argv, {"tokens": 256, "budgets": "64"})
     if not 0 <= args.first < args.tokens:
@@ -73,18 +75,25 @@ def options(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Run the bench. Interrupted, it reports what it has."""
-    args = options(argv)
+    with usage():
+        args = options(argv)
+        finished = Finished("perplexity", args)
     print(__doc__)
     torch.manual_seed(args.seed)
     model, tokenizer = load(args.model, args.dtype)
     tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.embed.weight.device)
 
     def measure(title: str, policy: Policy) -> dict:
-        return row(losses(Engine(model, policy), tokens, title), args.first)
+        def read() -> dict:
+            engine = Engine(model, policy)
+            return row(losses(engine, tokens, title), args.first) | kv_held(engine, 0, len(tokens) - 1)
+
+        return finished.once(title, read)
 
     print(f"{args.tokens} tokens, those from {max(args.first, 1)} on count\n")
     with reported("perplexity", args, draw, text=args.text or SAMPLE, tokens=args.tokens) as rows:
         for found in measured(args, measure):
             rows.append(found)
+    return 0

@@ -3,24 +3,29 @@
 Decoding one token moves every weight and every live key and value through the processor once, and
 little else: time is bytes over bandwidth. So the floor is printed first. Then the engines take
 turns, one step (or one prompt) each, round after round: whatever else the machine does hits all
-alike, and the ratio of two medians is a number to trust where single times are not.
+alike, and the ratio of two medians is a number to trust where single times are not. Other
+engines (`--peers transformers,llama.cpp`, where they are installed) take their turns with them.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from nanokv import load, make
-from nanokv.bench import progress, report
+from nanokv import load
+from nanokv.bench import progress
+from nanokv.bench._cells import cells, read
+from nanokv.bench._output import figure, reported
+from nanokv.bench._peers import Peer, check_peers, peers
+from nanokv.bench._policies import at_least, called, kv_held, numbers, parsed, parser
 from nanokv.engine import Engine
-from nanokv.policies.full import Full
-from nanokv.policy import REGISTRY
+from nanokv.options import usage
 from nanokv.reading import settle
 
-ORDER = ("full", "window", "streaming_llm", "scissorhands", "h2o", "snapkv", "pyramidkv", "adakv", "quest", "rkv", "triattention")
+SPARE = 8  # steps that are not timed
 
 
 def in_turn(actions: Mapping[str, Callable[[], object]], rounds: int, what: str) -> dict[str, float]:
@@ -43,130 +48,169 @@ def bandwidth(rounds: int = 5) -> float:
     return x.numel() * x.element_size() / best
 
 
+def ratios(median: Mapping[str, float], name: str, budget: int | None, bases: Sequence[str]) -> dict[str, float | None]:
+    """Times of a row over those of other policies at its budget, in the same run; None where those were not run."""
+    mine, found = median[called(name, budget)], {}
+    for base in dict.fromkeys(bases):
+        other = median.get(called(base, budget), median.get(called(base, None)))
+        found[f"over_{base}"] = mine / other if other else None
+    return found
+
+
 def step(engine: Engine, tokens: torch.Tensor) -> Callable[[], object]:
     """An action: decode the next token of a text."""
     return lambda: engine.decode(tokens[engine.seen % len(tokens)].view(1))
 
 
-def decode_rows(args: argparse.Namespace, model: torch.nn.Module, tokens: torch.Tensor, rate: float) -> list[dict]:
+def floor(engine: Engine, context: int, new: int) -> int:
+    """Bytes that a decode step must read: every weight, and the keys and values that the policy reads."""
+    c, policy = engine.model.config, engine.policy
+    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in engine.model.parameters()}.values())
+    rows = sum(policy.reads(layer, n, context) for layer, n in enumerate(policy.plan(c.n_layers, context, new)))
+    return weights + 2 * c.n_kv_heads * c.head_dim * rows * engine.like.element_size()
+
+
+def decode_rows(args: argparse.Namespace, model: torch.nn.Module, others: Mapping[str, Peer], tokens: torch.Tensor, rate: float, context: int) -> list[dict]:
     """Milliseconds a token after `context` tokens, each policy in turn."""
-    engines, rows = {}, []
-    for name in args.policies:
-        dials = {} if name == "full" else {"budget": args.budget}
-        engines[name] = Engine(model, make(name, **dials, **args.set.get(name, {})))
-        engines[name].reset(args.context, args.rounds + 8)
-        progress(f"{name} reads {args.context} tokens")
-        engines[name].extend(tokens[: args.context])
-    actions = {name: step(engine, tokens) for name, engine in engines.items()}
+    every, new, rows = list(cells(model, args.policies, args.budgets, args.set)), args.rounds + SPARE, []
+    progress(f"reading {context} tokens")
+    read(every, tokens[:context].tolist(), new)
+    for peer in others.values():
+        peer.read(tokens[:context].tolist())
+    actions = {called(c.policy, c.budget): step(c.engine, tokens) for c in every if not c.failed}
+    actions |= {name: lambda peer=peer: peer.step(int(tokens[context])) for name, peer in others.items()}
     in_turn(actions, 3, "warming up")
     median = in_turn(actions, args.rounds, "decode")
-    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
-    for name, engine in engines.items():
-        if isinstance(engine.policy, Full) and name != "full":  # quest reads its budget and its boxes
-            itemsize, policy, c = engine.like.element_size(), engine.policy, model.config
-            read = min(policy.budget, args.context) + 2 * args.context // (2 * policy.page)
-            moved = 2 * c.n_layers * c.n_kv_heads * c.head_dim * read * itemsize
-        else:
-            moved = sum(kv.bytes for kv in engine.slots)
-        floor = (weights + moved) / rate
-        base = median.get(args.base) or median[args.policies[0]]
-        rows.append({
-            "measure": "decode", "policy": name, "budget": engine.policy.budget, "context": args.context,
-            "ms": median[name] * 1e3, f"over_{args.base}": median[name] / base,
-            "floor_ms": floor * 1e3, "over_floor": median[name] / floor,
-        })
-    return rows
+    for cell in every:
+        row = {"measure": "decode", "policy": cell.policy, "budget": cell.budget, "context": context}
+        if cell.failed:
+            rows.append(row | {"failed": cell.failed})
+            continue
+        seconds, least = median[called(cell.policy, cell.budget)], floor(cell.engine, context, new) / rate
+        row |= {"floor_ms": least * 1e3, "ms": seconds * 1e3, "over_floor": seconds / least}
+        rows.append(row | ratios(median, cell.policy, cell.budget, ("full", args.base)) | kv_held(cell.engine, context, new))
+    return rows + peer_rows("decode", others, median, context)
 
 
-def prefill_rows(args: argparse.Namespace, model: torch.nn.Module, tokens: torch.Tensor) -> list[dict]:
-    """Seconds to read a prompt, each policy in turn; the ratio is over `full`."""
-    def read(name: str) -> Callable[[], object]:
-        dials = {} if name == "full" else {"budget": args.budget}
-        engine = Engine(model, make(name, **dials, **args.set.get(name, {})))
-
-        def action() -> None:
-            engine.reset(args.prefill, 8)
-            engine.extend(tokens[: args.prefill])
-
-        return action
-
-    actions = {name: read(name) for name in args.policies}
-    actions[args.policies[0]]()  # what torch does once, whoever comes first
-    median = in_turn(actions, args.prefill_rounds, "prefill")
-    base = median.get("full") or median[args.policies[0]]
+def peer_rows(measure: str, others: Mapping[str, Peer], median: Mapping[str, float], context: int) -> list[dict]:
+    """What the other engines took."""
     return [
-        {"measure": "prefill", "policy": name, "budget": None if name == "full" else args.budget, "context": args.prefill,
-         "ms": s * 1e3, "tokens_per_s": args.prefill / s, "over_full": s / base}
-        for name, s in median.items()
+        {"measure": measure, "policy": name, "budget": None, "context": context, "ms": median[name] * 1e3} | ratios(median, name, None, ("full",))
+        for name in others
     ]
 
 
-def dials(texts: list[str]) -> dict[str, dict[str, str]]:
-    """`--set policy.dial=value`, by policy."""
-    found: dict[str, dict[str, str]] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        policy, dot, dial = key.partition(".")
-        if not equals or not dot:
-            raise ValueError(f"--set takes policy.dial=value, not {text!r}")
-        found.setdefault(policy, {})[dial] = value
+def prefill_rows(args: argparse.Namespace, model: torch.nn.Module, others: Mapping[str, Peer], tokens: torch.Tensor, length: int) -> list[dict]:
+    """Milliseconds to read a prompt, each policy in turn."""
+    every, text = list(cells(model, args.policies, args.budgets, args.set)), tokens[:length].tolist()
+
+    def reading(engine: Engine) -> Callable[[], object]:
+        def action() -> None:
+            engine.reset(length, SPARE)
+            engine.extend(text)
+
+        return action
+
+    able = [c for c in every if not c.failed]
+    actions = {called(c.policy, c.budget): reading(c.engine) for c in able if c.attempt(lambda: c.engine.reset(length, SPARE)) or not c.failed}
+    actions |= {name: lambda peer=peer: peer.read(text) for name, peer in others.items()}
+    next(iter(actions.values()), dict)()  # what torch does once, whoever comes first
+    median = in_turn(actions, args.prefill_rounds, "prefill")
+    rows = []
+    for cell in every:
+        row = {"measure": "prefill", "policy": cell.policy, "budget": cell.budget, "context": length}
+        if cell.failed:
+            rows.append(row | {"failed": cell.failed})
+            continue
+        seconds = median[called(cell.policy, cell.budget)]
+        row |= {"ms": seconds * 1e3, "tokens_per_s": length / seconds}
+        rows.append(row | ratios(median, cell.policy, cell.budget, ("full",)) | kv_held(cell.engine, length, SPARE))
+    return rows + peer_rows("prefill", others, median, length)
+
+
+@torch.no_grad()
+def attention_rows(args: argparse.Namespace, model: torch.nn.Module) -> list[dict]:
+    """One layer's attention of one query after `attention` tokens, and the bytes that it must read, each policy in turn."""
+    c, T, actions, read_bytes = model.config, args.attention, {}, {}
+    H, G, D, dtype = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, model.embed.weight.dtype
+    k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
+    layer = min(2, c.n_layers - 1)  # quest's first layers are dense
+    every = list(cells(model, args.policies, args.budgets, args.set))
+    for cell in every:
+        if cell.failed or cell.attempt(lambda: cell.engine.reset(T, 1)) or cell.failed:
+            continue
+        kv = cell.engine.slots[layer]
+        text = kv.beside(T)
+        text.append(k, v)
+        settle(cell.engine.policy, text, kv)
+        name = called(cell.policy, cell.budget)
+        actions[name] = lambda e=cell.engine, kv=kv: e.attend(kv, q, kv.now - 1)
+        rows = cell.engine.policy.plan(c.n_layers, T, 1)[layer]
+        read_bytes[name] = 2 * H * D * dtype.itemsize * cell.engine.policy.reads(layer, rows, T)
+    in_turn(actions, 20, "warming up")
+    median = in_turn(actions, args.rounds, "attention")
+    found = []
+    for cell in every:
+        row, name = {"measure": "attention", "policy": cell.policy, "budget": cell.budget, "context": T}, called(cell.policy, cell.budget)
+        if cell.failed:
+            found.append(row | {"failed": cell.failed})
+        else:
+            row |= {"read_bytes": read_bytes[name], "ms": median[name] * 1e3}
+            found.append(row | ratios(median, cell.policy, cell.budget, ("full",)))
     return found
 
 
-def attention_rows(args: argparse.Namespace, model: torch.nn.Module) -> list[dict]:
-    """One layer's attention of one query after `attention` tokens, and the bytes that it must read, each policy in turn."""
-    c, actions, rows = model.config, {}, []
-    H, G, D, T, dtype = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, args.attention, model.embed.weight.dtype
-    k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
-    for name in args.policies:
-        dials = {} if name == "full" else {"budget": args.budget}
-        engine = Engine(model, make(name, **dials, **args.set.get(name, {})))
-        engine.reset(T, 1)
-        kv = engine.slots[min(2, c.n_layers - 1)]  # quest's first layers are dense
-        text = kv.beside(T)
-        text.append(k, v)
-        settle(engine.policy, text, kv)
-        actions[name] = lambda e=engine, kv=kv: e.attend(kv, q, kv.now - 1)
-        row = 2 * H * D * dtype.itemsize  # bytes of one token's key and value
-        live = int(kv.live[0].sum())
-        page = getattr(engine.policy, "page", 0)
-        read = (min(args.budget, live) + live / page) * row if page else live * row
-        rows.append({"measure": "attention", "policy": name, "budget": engine.policy.budget, "context": T, "read_bytes": int(read)})
-    in_turn(actions, 20, "warming up")
-    median = in_turn(actions, args.rounds, "attention")
-    base = median[args.policies[0]]
-    return [row | {"ms": median[row["policy"]] * 1e3, f"{args.policies[0]}_over": base / median[row["policy"]]} for row in rows]
+def draw(path: str, rows: list[dict]) -> None:
+    """Milliseconds against length: left a decode step, right the prompt."""
+    with figure(path, 2) as panels:
+        for axes, measure, title in zip(panels, ("decode", "prefill"), ("One more token", "The prompt")):
+            found = [r for r in rows if r["measure"] == measure and "ms" in r]
+            for name in dict.fromkeys(called(r["policy"], r["budget"]) for r in found):
+                mine = [r for r in found if called(r["policy"], r["budget"]) == name]
+                axes.plot([r["context"] for r in mine], [r["ms"] for r in mine], "o-", label=name)
+            axes.set(xlabel="tokens", ylabel="ms", title=title)
+            if found:
+                axes.legend(fontsize="small")
 
 
-def main(argv: list[str]) -> None:
-    """Run the bench."""
-    p = argparse.ArgumentParser(prog="python -m nanokv.bench speed", description=__doc__, allow_abbrev=False)
-    p.add_argument("--model", default="smollm2-135m")
-    p.add_argument("--dtype", default="float32")
-    p.add_argument("--policies", default="all")
-    p.add_argument("--budget", type=int, default=1024)
-    p.add_argument("--set", action="append", default=[], metavar="policy.dial=value")
-    p.add_argument("--base", default="window", help="whose decode step is 1")
-    p.add_argument("--context", type=int, default=2048, help="tokens read before decoding is timed (0: not timed)")
-    p.add_argument("--rounds", type=int, default=200)
-    p.add_argument("--prefill", type=int, default=0, help="tokens of the prompt whose reading is timed (0: not timed)")
-    p.add_argument("--prefill-rounds", type=int, default=3)
+def options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. ValueError for what there is none of."""
+    p = parser("speed", __doc__, "1024")
+    p.add_argument("--budget", dest="budgets", metavar="N", help="the same as --budgets")
+    p.add_argument("--base", default="window", help="whose decode step is 1, beside full's (default: %(default)s)")
+    p.add_argument("--lengths", metavar="N,N", help="time decoding after, and reading of, each of so many tokens")
+    p.add_argument("--context", type=int, default=2048, help="without --lengths: tokens read before decoding is timed (0: not timed)")
+    p.add_argument("--prefill", type=int, default=0, help="without --lengths: tokens of the prompt whose reading is timed (0: not timed)")
+    p.add_argument("--rounds", type=int, default=200, help="of decoding (default: %(default)s)")
+    p.add_argument("--prefill-rounds", type=int, default=3, help="(default: %(default)s)")
     p.add_argument("--attention", type=int, default=0, help="tokens over which one layer's attention is timed (0: not timed)")
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args(argv)
-    args.policies = list(ORDER) if args.policies == "all" else args.policies.split(",")
-    for name in args.policies:
-        if name not in REGISTRY:
-            raise ValueError(f"no policy is called {name!r}; there are {', '.join(sorted(REGISTRY))}")
-    args.set = dials(args.set)
+    p.add_argument("--peers", default="", metavar="NAME,NAME", help="transformers, llama.cpp: other engines in the same run")
+    args = parsed(p, argv, {"context": 512, "rounds": 20, "prefill_rounds": 1})
+    at_least(0, args, "context", "prefill", "attention")
+    at_least(1, args, "rounds", "prefill_rounds")
+    given = numbers("lengths", args.lengths) if args.lengths else None
+    args.contexts, args.prefills = (given, given) if given else ([args.context], [args.prefill])
+    args.peers = args.peers.split(",") if args.peers else []
+    check_peers(args.peers)
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench."""
+    with usage():
+        args = options(argv)
     print(__doc__)
-    model, tokenizer = load(args.model, args.dtype, "cpu")
+    model, _ = load(args.model, args.dtype, "cpu")
     torch.manual_seed(args.seed)
-    tokens = torch.randint(0, model.config.vocab_size, (max(args.context + args.rounds + 64, args.prefill),))
+    longest = max(args.contexts + args.prefills) + args.rounds + 64
+    tokens = torch.randint(0, model.config.vocab_size, (longest,))
+    others = peers(args.peers, args.model, model.embed.weight.dtype, longest)
     rate = bandwidth()
-    print(f"memory gives {rate / 1e9:.1f} GB/s\n")
-    rows = decode_rows(args, model, tokens, rate) if args.context else []
-    rows += prefill_rows(args, model, tokens) if args.prefill else []
-    with torch.no_grad():
+    print(f"memory gives {rate / 1e9:.1f} GB/s\n", flush=True)
+    with reported("speed", args, draw, bytes_per_s=rate) as rows:
+        for context in filter(None, args.contexts):
+            rows += decode_rows(args, model, others, tokens, rate, context)
+        for length in filter(None, args.prefills):
+            rows += prefill_rows(args, model, others, tokens, length)
         rows += attention_rows(args, model) if args.attention else []
-    report("speed", rows, args.model, args.dtype, args.seed)
+    return 0

@@ -8,16 +8,18 @@ their median step times says whether age costs anything. Allocated bytes are cou
 import argparse
 import resource
 import statistics
-import sys
 import time
 from dataclasses import replace
 
 import torch
 
-from nanokv import make
-from nanokv.bench import progress, report
+from nanokv.bench import progress
+from nanokv.bench._output import figure, reported
+from nanokv.bench._policies import at_least, called, kv_held, measured, parsed, parser
 from nanokv.engine import Engine
 from nanokv.model import ModelConfig, Transformer
+from nanokv.options import positive, usage
+from nanokv.policy import Policy
 
 LAST = 1_000  # so many tokens before the measured steps are decoded one by one in any case
 SHAPES = {
@@ -45,60 +47,82 @@ def step(engine: Engine, tokens: torch.Tensor) -> float:
     logits = engine.decode(tokens[engine.seen % len(tokens)].view(1))
     elapsed = time.perf_counter() - start
     if not bool(torch.isfinite(logits).all()):
-        raise ValueError(f"logits stopped being finite at token {engine.seen}")
+        raise RuntimeError(f"logits stopped being finite at token {engine.seen}")
     return elapsed
 
 
-def measure(policy: str, args: argparse.Namespace, model: Transformer) -> dict:
+def streamed(engine: Engine, length: int, tokens: torch.Tensor, chunk: int, title: str) -> dict:
+    """Let a fresh engine stream until it has seen `length` tokens -> what it allocated, and how its process grew on the way."""
+    engine.extend(tokens[:8])
+    first, low = allocated(engine), None
+    while engine.seen < length:
+        if chunk and length - engine.seen > LAST + chunk:
+            engine.extend(tokens[:chunk])
+        else:
+            step(engine, tokens)
+        if engine.seen % 1000 < max(chunk, 1):
+            progress(f"{title}: {engine.seen} of {length} tokens")
+        if low is None and engine.seen >= length // 4:
+            low, since = rss(), engine.seen
+    if allocated(engine) != first:
+        raise RuntimeError(f"{title} allocated {first} bytes at first and {allocated(engine)} in the end")
+    return {"allocated_bytes": first, "rss_bytes_per_token": (rss() - low) / max(length - since, 1)}
+
+
+def measure(args: argparse.Namespace, model: Transformer, title: str, policy: Policy) -> dict:
     """Stream, then let the old and a young engine step in turn."""
-    tokens = torch.randint(0, model.config.vocab_size, (4096,))
-    engines = []
-    for length in (args.at, args.tokens):
-        engine = Engine(model, make(policy, budget=args.budget))
-        engine.extend(tokens[:8])
-        engines.append(engine)
-        first, low, high = allocated(engine), None, None
-        while engine.seen < length:
-            if args.chunk and length - engine.seen > LAST + args.chunk:
-                engine.extend(tokens[: args.chunk])
-            else:
-                step(engine, tokens)
-            if engine.seen % 1000 < max(args.chunk, 1):
-                progress(f"{policy}: {engine.seen} of {length} tokens")
-            if low is None and engine.seen >= length // 4:
-                low, since = rss(), engine.seen
-        high = rss()
-        if allocated(engine) != first:
-            raise ValueError(f"{policy} allocated {first} bytes at first and {allocated(engine)} in the end")
-    young, old = [], []
+    tokens = torch.randint(0, model.config.vocab_size, (max(4096, args.chunk),), generator=torch.Generator().manual_seed(args.seed))
+    young, old = Engine(model, policy), Engine(model, policy)
+    streamed(young, args.at, tokens, args.chunk, title)
+    grown = streamed(old, args.tokens, tokens, args.chunk, title)
+    times: tuple[list[float], list[float]] = ([], [])
     for _ in range(args.pairs):
-        young.append(step(engines[0], tokens))
-        old.append(step(engines[1], tokens))
-    progress("")
-    a, b = statistics.median(young), statistics.median(old)
-    return {
-        "policy": policy, "budget": args.budget, "tokens": args.tokens, "allocated_bytes": first,
-        "rss_bytes_per_token": (high - low) / (length - since),
-        f"ms_at_{args.at}": a * 1e3, f"ms_at_{args.tokens}": b * 1e3, "ratio": b / a,
-    }
+        for engine, seconds in zip((young, old), times):
+            seconds.append(step(engine, tokens))
+    a, b = map(statistics.median, times)
+    held = kv_held(old, 8, model.config.max_context - 8)  # as a stream without an end is planned
+    return {"tokens": args.tokens} | held | grown | {f"ms_at_{args.at}": a * 1e3, f"ms_at_{args.tokens}": b * 1e3, "ratio": b / a}
 
 
-def main(argv: list[str]) -> None:
-    """Run the bench."""
-    p = argparse.ArgumentParser(prog="python -m nanokv.bench stream", description=__doc__, allow_abbrev=False)
-    p.add_argument("--policies", default="window,streaming_llm")
-    p.add_argument("--budget", type=int, default=1024)
-    p.add_argument("--tokens", type=int, default=100_000, help="how far the old engine has streamed")
-    p.add_argument("--at", type=int, default=2_000, help="how far the young one has")
+def draw(path: str, rows: list[dict]) -> None:
+    """What age costs: 1 is nothing."""
+    found = [r for r in rows if "ratio" in r]
+    with figure(path) as (axes,):
+        axes.bar([called(r["policy"], r["budget"]) for r in found], [r["ratio"] for r in found])
+        axes.axhline(1, color="black", linewidth=1)
+        axes.set(ylabel="a step late / a step early", title="What age costs")
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    """The command line. ValueError for what there is none of."""
+    p = parser("stream", __doc__, "1024", model=None)
+    p.set_defaults(policies="window,streaming_llm")
+    p.add_argument("--tokens", type=positive, default=100_000, help="how far the old engine has streamed (default: %(default)s)")
+    p.add_argument("--at", type=positive, default=2_000, help="how far the young one has (default: %(default)s)")
     p.add_argument("--chunk", type=int, default=0, help="stream in chunks of so many tokens (0: one by one), but the last thousand")
-    p.add_argument("--pairs", type=int, default=1_000, help="steps of each that are timed")
+    p.add_argument("--pairs", type=positive, default=1_000, help="steps of each that are timed (default: %(default)s)")
     p.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
-    p.add_argument("--layers", type=int, default=2)
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args(argv)
-    print(__doc__, file=sys.stdout)
+    p.add_argument("--layers", type=positive, default=2, help="of the random model (default: %(default)s)")
+    p.add_argument("--budget", dest="budgets", help="the same as --budgets")
+    args = parsed(p, argv, {"tokens": 5_000, "at": 1_100, "pairs": 200})
+    at_least(0, args, "chunk")
+    at_least(9, args, "at")
+    if args.tokens < args.at:
+        raise ValueError(f"--tokens, {args.tokens}, is how far the old engine has streamed: at least --at, {args.at}")
+    if args.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype takes float32 or bfloat16, not {args.dtype!r}")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    """Run the bench."""
+    with usage():
+        args = options(argv)
+    print(__doc__)
     torch.manual_seed(args.seed)
     model = Transformer(replace(SHAPES[args.shape], n_layers=args.layers)).to(getattr(torch, args.dtype)).eval()
-    rows = [measure(policy, args, model) for policy in args.policies.split(",")]
-    report("stream", rows, f"random weights, the shape of {args.shape} with {args.layers} layers", args.dtype, args.seed)
+    args.model = f"random weights, the shape of {args.shape} with {args.layers} layers"
+    with reported("stream", args, draw) as rows:
+        for row in measured(args, lambda title, policy: measure(args, model, title, policy)):
+            rows.append(row)
+    return 1 if any("failed" in row for row in rows) else 0
