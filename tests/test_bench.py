@@ -1,0 +1,176 @@
+"""`python -m nanokv.bench`: how a bench is asked for, how it ends, and what is shared by all of them."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+from conftest import tiny
+
+from nanokv.bench import memory, speed
+from nanokv.bench._output import Finished
+from nanokv.bench.__main__ import lessons, main
+from nanokv.loading import Bytes
+from nanokv.options import UsageError
+from nanokv.tokenizer import Tokenizer
+
+
+def test_help_names_every_bench_with_its_lesson(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m nanokv.bench NAME") and "needle       Does an answer still find a fact" in out
+    assert set(lessons()) >= {"attention", "memory", "needle", "perplexity", "speed", "stream"} and not [n for n in lessons() if n[0] == "_"]
+
+
+@pytest.mark.parametrize("argv, code, said", [
+    ([], 2, "which bench? (there are attention, "), (["needles"], 2, "no bench is called 'needles'"), (["needle", "--nope"], 2, "--nope"),
+    (["needle", "--model", "nope"], 1, "no model 'nope'"), (["perplexity", "--model", "setup.gguf"], 1, "setup.gguf"),
+    (["stream", "--layers", "0"], 2, "--layers: must be a whole number of at least 1"), (["stream", "--pairs", "0"], 2, "--pairs"),
+    (["stream", "--tokens", "5"], 2, "--tokens, 5, is how far"), (["stream", "--at", "8"], 2, "--at must be at least 9"),
+    (["speed", "--rounds", "0"], 2, "--rounds must be at least 1"), (["speed", "--lengths", "a"], 2, "--lengths takes whole numbers"),
+    (["speed", "--peers", "vllm"], 2, "no peer is called 'vllm'"), (["memory", "--lengths", "0"], 2, "--lengths takes whole numbers"),
+])  # fmt: skip
+def test_mistakes_are_one_sentence_and_a_code(capsys, argv, code, said):
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert said in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_reader_who_leaves_is_no_mistake():
+    bench = subprocess.Popen([sys.executable, "-m", "nanokv.bench", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    bench.stdout.close()
+    assert bench.wait() == 0 and bench.stderr.read() == b""
+
+
+# ---- resuming ----
+
+
+def pieces(file, seed: int = 0) -> Finished:
+    return Finished("needle", Namespace(resume=str(file), csv=None, plot=None, seed=seed, budgets=[64]))
+
+
+def test_what_is_finished_is_measured_once(tmp_path):
+    measured = []
+
+    def measure(x):
+        measured.append(x)
+        return {"ppl": x / 3, "curve": [[1, x]]}
+
+    first = [pieces(tmp_path / "run").once(str(x), lambda x=x: measure(x)) for x in (1, 2, 1)]
+    again = pieces(tmp_path / "run")
+    assert [again.once(str(x), lambda x=x: measure(x)) for x in (1, 2, 3)][:2] == first[:2]
+    assert measured == [1, 2, 3]
+
+
+def test_what_failed_is_tried_again(tmp_path):
+    def failing():
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError):
+        pieces(tmp_path / "run").once("a", failing)
+    assert pieces(tmp_path / "run").once("a", lambda: 5) == 5
+
+
+def test_another_question_is_refused_by_its_difference(tmp_path):
+    pieces(tmp_path / "run").once("a", lambda: 1)
+    with pytest.raises(UsageError, match=r"another question \(seed: 0 there, 1 here\)"):
+        pieces(tmp_path / "run", seed=1)
+
+
+def test_half_a_line_is_measured_again(tmp_path):
+    file = tmp_path / "run"
+    run = pieces(file)
+    run.once("a", lambda: 1), run.once("b", lambda: 2)
+    file.write_bytes(file.read_bytes()[:-4])
+    run = pieces(file)
+    assert [run.once(k, lambda: 7) for k in "ab"] == [1, 7]
+    assert [pieces(file).once(k, lambda: 9) for k in "ab"] == [1, 7]
+
+
+@pytest.mark.parametrize("text", ("", "a story\n", "[1]\n", '{"bench": "needle"}\n3\n'))
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    (tmp_path / "notes").write_text(text)
+    with pytest.raises(UsageError, match="is not what --resume wrote"):
+        pieces(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == text
+
+
+def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Finished("needle", Namespace(resume=None)).once("a", lambda: 3) == 3 and not [*tmp_path.iterdir()]
+
+
+# ---- benches without a file of tests of their own ----
+
+
+@pytest.fixture
+def tiny_speed(monkeypatch):
+    monkeypatch.setattr(speed, "load", lambda *_: (tiny(vocab_size=256), Tokenizer(Bytes())))
+    monkeypatch.setattr(speed, "bandwidth", lambda: 1e9)
+
+
+def run(capsys, *argv: str, code: int = 0) -> dict:
+    assert main(list(argv)) == code
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_speed_has_a_row_for_every_length_and_policy_with_its_floor_and_ratios(tiny_speed, capsys):
+    found = run(capsys, *"speed --lengths 20,40 --policies full,window,h2o --budgets 8,24 --rounds 2 --prefill-rounds 1 --attention 32".split())
+    rows = found["rows"]
+    assert [(r["measure"], r["context"]) for r in rows if r["policy"] == "full"] == [
+        ("decode", 20), ("decode", 40), ("prefill", 20), ("prefill", 40), ("attention", 32)]
+    assert len(rows) == 5 * 5 and all(r["ms"] > 0 for r in rows) and all(r["over_full"] == 1 for r in rows if r["policy"] == "full")
+    decode = {(r["policy"], r["budget"]): r for r in rows if r["measure"] == "decode" and r["context"] == 40}
+    window, full = decode[("window", 8)], decode[("full", None)]
+    assert window["over_full"] == pytest.approx(window["ms"] / full["ms"]) and window["over_window"] == 1
+    row = 2 * 3 * 2 * 8 * 4  # K and V, layers, heads, D, bytes
+    assert full["floor_ms"] - window["floor_ms"] == pytest.approx((40 - 8) * row / 1e9 * 1e3)
+    assert all(r["kv_bytes"] == r["kv_bytes_planned"] > 0 for r in decode.values())
+
+
+def test_speed_says_which_policy_cannot_and_goes_on(tiny_speed, capsys):
+    found = run(capsys, *"speed --lengths 20 --policies snapkv,window --budgets 8 --set snapkv.window=8 --rounds 1 --attention 16".split())
+    failed = [r for r in found["rows"] if "failed" in r]
+    assert [r["measure"] for r in failed] == ["decode", "prefill", "attention"] and all("cannot hold" in r["failed"] for r in failed)
+    assert all(r["over_full"] is None for r in found["rows"] if r["policy"] == "window"), "full was not run"
+
+
+class Echo:
+    """Another engine."""
+
+    def __init__(self):
+        self.heard = []
+
+    def read(self, tokens):
+        self.heard.append(len(tokens))
+
+    def step(self, token):
+        self.heard.append(1)
+
+
+def test_peers_take_their_turns(tiny_speed, capsys, monkeypatch):
+    echo = Echo()
+    monkeypatch.setattr(speed, "check_peers", lambda names: None)
+    monkeypatch.setattr(speed, "peers", lambda names, *_: dict.fromkeys(names, echo))
+    found = run(capsys, *"speed --lengths 20 --policies full --rounds 2 --prefill-rounds 1 --peers echo".split())
+    assert echo.heard == [20, 1, 1, 1, 1, 1, 20]
+    assert [(r["measure"], r["policy"]) for r in found["rows"]] == [
+        ("decode", "full"), ("decode", "echo"), ("prefill", "full"), ("prefill", "echo")]
+
+
+def test_stream_allocates_what_is_planned_and_no_more(capsys):
+    argv = "stream --shape tiny --budgets 32 --tokens 60 --at 40 --pairs 3 --policies window,h2o --set h2o.window=4".split()
+    rows = run(capsys, *argv)["rows"]
+    assert [(r["policy"], r["budget"], r["tokens"]) for r in rows] == [("window", 32, 60), ("h2o", 32, 60)]
+    assert all(r["kv_bytes"] == r["kv_bytes_planned"] <= r["allocated_bytes"] for r in rows) and rows[0]["ratio"] > 0
+
+
+def test_memory_says_which_measurement_failed_and_ends_with_1(capsys, monkeypatch):
+    def process(command, **_):
+        bad = "--length=20" in command
+        return Namespace(returncode=int(bad), stdout='{"policy": "full", "tokens": 10}\n', stderr="Traceback\nerror: too long\n")
+
+    monkeypatch.setattr(memory.subprocess, "run", process)
+    rows = run(capsys, *"memory --runs full --lengths 10,20".split(), code=1)["rows"]
+    assert rows == [{"policy": "full", "tokens": 10}, {"policy": "full", "tokens": 20, "failed": "error: too long"}]
