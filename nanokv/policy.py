@@ -10,8 +10,10 @@ them wrong. Of equal scores the newer token loses, whatever slot it stands in.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as brief
 from typing import ClassVar, get_args
 
 import torch
@@ -22,6 +24,7 @@ from .slots import Shapes, Slots
 
 ALL = 1 << 60
 WIDEST = 4  # no head gets more than so many times the mean: the bookkeeping [H, N] is as wide as the widest may be
+LARGEST = 1 << 31  # slots and positions are int32
 FLOAT = ((), torch.float32)  # a mark that is one number per slot
 
 REGISTRY: dict[str, type["Policy"]] = {}  # the name on the command line is the file's name
@@ -56,9 +59,13 @@ class Policy:
             REGISTRY[name] = cls
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
-            self._whole(budget=1, sink=0, window=0, interval=1)
-        if self.budget is not None and self.sink + self.window + self.interval > self.budget:
+        for f in dataclasses.fields(self):
+            if f.type is bool:
+                self._one_of(f.name, True, False)
+        if type(self).budget is None:
+            return
+        self._whole(budget=1, sink=0, window=0, interval=1)
+        if self.sink + self.window + self.interval > self.budget:
             raise ValueError(
                 f"a budget of {self.budget} slots cannot hold sink {self.sink} + window {self.window}"
                 f" + interval {self.interval} = {self.sink + self.window + self.interval}"
@@ -69,12 +76,38 @@ class Policy:
         for name, n in least.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < n:
-                raise ValueError(f"{name} must be a whole number of at least {n}, not {value!r}")
+                raise ValueError(f"{name} must be a whole number of at least {n}, not {brief(value)}")
+            if value >= LARGEST:
+                raise ValueError(f"{name} must be below 2^31, not {brief(value)}")
 
-    def _one_of(self, name: str, *known: str) -> None:
-        """Check that this dial is one of these words."""
+    def _between(self, least: float, most: float, *names: str) -> None:
+        """Check that these dials are numbers in this range."""
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not least <= value <= most:
+                raise ValueError(f"{name} must be a number from {least} to {most}, not {brief(value)}")
+
+    def _odd(self, name: str) -> None:
+        """Check that this dial is a whole number with a middle."""
+        self._whole(**{name: 1})
+        if getattr(self, name) % 2 == 0:
+            raise ValueError(f"{name} must be odd, not {getattr(self, name)}")
+
+    def _one_of(self, name: str, *known: object) -> None:
+        """Check that this dial is one of these values."""
         if getattr(self, name) not in known:
-            raise ValueError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}")
+            raise ValueError(f"{name} must be {' or '.join(map(str, known))}, not {brief(getattr(self, name))}")
+
+    def _unless_set(self, **values: int) -> None:
+        """Turn dials that were left out (None), once the ones they follow are known."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    @property
+    def _eighth(self) -> int:
+        """Of the budget, up to 128: what most papers' buffers come to."""
+        return max(min(128, self.budget // 8), 1)
 
     @property
     def name(self) -> str:
@@ -162,10 +195,8 @@ class Scoring(Policy):
         super().__post_init__()
         self._one_of("layers", "uniform", "pyramid")
         self._one_of("heads", "uniform", "adaptive")
-        if not self.beta >= 1:
-            raise ValueError(f"beta must be at least 1, not {self.beta}")
-        if not 0 <= self.floor_ratio <= 1:
-            raise ValueError(f"floor_ratio must be between 0 and 1, not {self.floor_ratio}")
+        self._between(1, math.inf, "beta")
+        self._between(0, 1, "floor_ratio")
 
     def plan(self, n_layers: int, prompt_len: int, max_new: int) -> list[int]:
         tokens, kept = prompt_len + max_new, self.window + self.interval
@@ -209,7 +240,7 @@ def _read(policy: str, dial: str, kind: type, value: object) -> object:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[value.lower()]
         return kinds[0](value)
     except (ValueError, KeyError):
-        raise ValueError(f"{policy}'s dial {dial} takes {kinds[0].__name__}, not {value!r}") from None
+        raise ValueError(f"{policy}'s dial {dial} takes {kinds[0].__name__}, not {brief(value)}") from None
 
 
 def worth(policy: Policy, kv: Slots, score: Tensor) -> Tensor:

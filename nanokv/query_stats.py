@@ -134,9 +134,10 @@ def plain(name: str) -> str:
 
 def load(path: Path | str) -> QueryStats:
     """Read a file of `save`, or the `.pt` layout that TriAttention's authors publish. ValueError names what is wrong."""
+    path = str(path)
     if not Path(path).is_file():
-        raise ValueError(f"there is no statistics file {path}: make one with python -m nanokv.calibrate")
-    return _load(str(path), Path(path).stat().st_mtime_ns)
+        raise ValueError(f"there is no statistics file {path!r}: make one with python -m nanokv.calibrate")
+    return _load(path, Path(path).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=1)  # every layer asks for it

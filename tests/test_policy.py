@@ -170,6 +170,13 @@ def test_a_policy_is_called_by_its_files_name():
         ("window", {"sink": -1}, "sink must be a whole number of at least 0, not -1"),
         ("window", {"interval": 0}, "interval must be a whole number of at least 1, not 0"),
         ("window", {"budget": 5, "sink": 4, "interval": 2}, "5 slots cannot hold sink 4.*interval 2 = 6"),
+        ("window", {"budget": None}, "budget must be a whole number of at least 1, not None"),
+        ("window", {"budget": "9" * 400}, r"budget must be below 2\^31, not 9+\.\.\.9+$"),
+        ("h2o", {"beta": [1]}, r"beta must be a number from 1 to inf, not \[1\]"),
+        ("h2o", {"floor_ratio": "nan"}, "floor_ratio must be a number from 0 to 1, not nan"),
+        ("rkv", {"mix": 2}, "mix must be a number from 0 to 1, not 2"),
+        ("triattention", {"trig": 5}, "trig must be True or False, not 5"),
+        ("triattention", {"reach": 32}, "reach must be a number from 0 to 31, not 32"),
         ("streaming_llm", {"positions": "elsewhere"}, "positions must be cache or text, not 'elsewhere'"),
     ),
 )

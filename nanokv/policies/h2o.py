@@ -39,7 +39,7 @@ class H2O(Scoring):
     def __post_init__(self) -> None:
         if self.window is None:
             self._whole(budget=1, sink=0, interval=1)
-            object.__setattr__(self, "window", max(self.budget - self.sink - self.interval, 0) // 2)
+            self._unless_set(window=max(self.budget - self.sink - self.interval, 0) // 2)
         self._one_of("group", "sum", "mean", "max")
         super().__post_init__()
 

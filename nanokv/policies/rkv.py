@@ -38,11 +38,10 @@ class RKV(Scoring):
     step: ClassVar[str] = "queries"
 
     def __post_init__(self) -> None:
-        self._whole(budget=1, window=1, kernel=1)
-        if self.interval is None:
-            object.__setattr__(self, "interval", max(min(128, self.budget // 8), 1))
-        if self.kernel % 2 == 0 or not 0 <= self.mix <= 1 or not 0 <= self.alike <= 1:
-            raise ValueError(f"kernel must be odd, mix and alike between 0 and 1, not {self.kernel}, {self.mix}, {self.alike}")
+        self._whole(budget=1, window=1)
+        self._unless_set(interval=self._eighth)
+        self._odd("kernel")
+        self._between(0, 1, "mix", "alike")
         super().__post_init__()
 
     def working(self, H: int, G: int, T: int, D: int, watched: int) -> int:

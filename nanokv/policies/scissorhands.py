@@ -42,8 +42,7 @@ class Scissorhands(Scoring):
     def __post_init__(self) -> None:
         self._whole(budget=1, sink=0, window=0, history=1)
         self._one_of("threshold", "visible", "paper", "quantile")
-        if self.interval is None:
-            object.__setattr__(self, "interval", max(min(self.budget // 2, self.budget - self.sink - self.window), 1))
+        self._unless_set(interval=max(min(self.budget // 2, self.budget - self.sink - self.window), 1))
         super().__post_init__()
 
     def marks(self, G: int) -> Shapes:

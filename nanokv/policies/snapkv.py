@@ -45,17 +45,16 @@ class SnapKV(Scoring):
 
     def __post_init__(self) -> None:
         self._whole(budget=1)
-        if self.window is None:
-            object.__setattr__(self, "window", max(min(32, self.budget // 2), 1))
-        if self.recent is None:
-            object.__setattr__(self, "recent", min(16, self.window))
-        self._whole(window=1, recent=0, kernel=1)
+        self._unless_set(window=max(min(32, self.budget // 2), 1))
+        self._whole(window=1)
+        self._unless_set(recent=min(16, self.window))
+        self._whole(recent=0)
+        self._odd("kernel")
         self._one_of("pooling", "max", "avg")
         self._one_of("group", "mean", "max")
         if not self.recent <= self.window <= WATCHED:
             raise ValueError(f"window must be from recent, {self.recent}, to {WATCHED}, not {self.window}")
-        if self.kernel % 2 == 0 or not 0 <= self.prompt_share <= 1:
-            raise ValueError(f"kernel must be odd, prompt_share from 0 to 1; not {self.kernel}, {self.prompt_share}")
+        self._between(0, 1, "prompt_share")
         super().__post_init__()
 
     @property

@@ -41,14 +41,13 @@ class TriAttention(Scoring):
     reach: int = 16
     trig: bool = True
     mlr: bool = True
-    prompt = property(lambda self: "" if self.stats else "queries")
+    prompt = property(lambda self: "queries" if self.stats is None else "")
     shared = property(lambda self: self.scope == "model")
 
     def __post_init__(self) -> None:
         self._whole(budget=1, reach=0)
-        for name in ("window", "interval"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, max(min(128, self.budget // 8), 1))
+        self._unless_set(window=self._eighth, interval=self._eighth)
+        self._between(0, 31, "reach")  # 2^31: no position lies farther ahead
         self._one_of("scope", "layer", "model")
         self._one_of("aggregate", "mean", "max")
         super().__post_init__()
@@ -57,13 +56,13 @@ class TriAttention(Scoring):
 
     @property
     def note(self) -> str:
-        return load(self.stats).note if self.stats else "triattention: without stats=FILE it goes by the prompt's own queries"
+        return load(self.stats).note if self.stats is not None else "triattention: without stats=FILE it goes by the prompt's own queries"
 
     def state(self, H: int, G: int, N: int, D: int) -> Shapes:
         return sums(H, G, D)
 
     def begin(self, kv: Slots) -> None:
-        if self.stats:
+        if self.stats is not None:
             load(self.stats).into(kv.state, kv.layer, kv.freqs, kv.model)
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor | None) -> None:

@@ -1,11 +1,13 @@
 """H2O: its worked example, its dials, and the paper again on lists."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
-from worked import Delicate, Turn, Vectors, agree, attention, by_position, check, conversation, kept, recipe, replay, step, vectors
+from worked import (
+    Delicate, Turn, Vectors, agree, attention, by_position, check, conversation, kept, recipe, remembered, replay, step, vectors,
+)  # fmt: skip
 
 from nanokv.engine import Engine
 from nanokv.policies.h2o import H2O
@@ -104,12 +106,18 @@ def test_sums_are_float32_whatever_the_model():
 # ---- the paper again, on lists ----
 
 
-def naive(p: H2O, Q: Vectors, K: list[list[float]], turns: list[Turn], share: int, ties: list[int]) -> Iterator[list[int]]:
+def naive(p: H2O, Q: Vectors, K: list[list[float]], turns: list[Turn], share: int, ties: list[int]) -> Iterable[list[int]]:
     """Who is held by one KV head, with the query heads Q and the keys K, after every turn."""
-    held, received, rows = [], {}, p.budget  # received[token]: from each query head
+    received = {}  # received[token]: from each query head
     reduce = {"sum": sum, "mean": lambda x: sum(x) / len(x), "max": max}[p.group]
 
-    def drop(now: int) -> list[int]:
+    def come(i: int, held: list[int]) -> None:
+        received[i] = [0.0] * len(Q)
+        for h, q in enumerate(Q):
+            for j, x in zip(held, attention(q[i], [K[j] for j in held])):
+                received[j][h] += x
+
+    def drop(held: list[int], now: int) -> list[int]:
         safe = [j for j in held if j < p.sink or j >= now - p.window]
         heavy = sorted((-reduce(received[j]), j) for j in held if j not in safe)  # of equals the older first
         n = share - p.interval - len(safe)
@@ -120,19 +128,7 @@ def naive(p: H2O, Q: Vectors, K: list[list[float]], turns: list[Turn], share: in
             ties[0] += last == first
         return sorted(safe + [j for _, j in heavy[:n]])
 
-    for turn in turns:
-        for a, b in turn.pieces():
-            if not turn.chunk and len(held) == rows:  # decoding: someone goes before the token comes
-                held, rows = drop(a), share
-            for i in range(a, b):
-                held = [*held, i]
-                received[i] = [0.0] * len(Q)
-                for h, q in enumerate(Q):
-                    for j, x in zip(held, attention(q[i], [K[j] for j in held])):
-                        received[j][h] += x
-            if len(held) > rows:
-                held, rows = drop(b), share
-        yield held
+    return remembered(turns, p.budget, share, come, drop)
 
 
 def test_oracle():

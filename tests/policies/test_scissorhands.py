@@ -1,13 +1,15 @@
 """Scissorhands: its worked example, its dials, and the paper again on lists."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from fractions import Fraction
 from unittest import mock
 
 import pytest
 from torch import Tensor
-from worked import Delicate, Turn, Vectors, agree, attention, by_position, check, conversation, kept, recipe, replay, step, vectors
+from worked import (
+    Delicate, Turn, Vectors, agree, attention, by_position, check, conversation, kept, recipe, remembered, replay, step, vectors,
+)  # fmt: skip
 
 from nanokv.engine import Engine
 from nanokv.policies.scissorhands import Scissorhands
@@ -77,9 +79,8 @@ def test_dials():
 # ---- the paper again, on lists ----
 
 
-def naive(p: Scissorhands, Q: Vectors, K: list[list[float]], turns: list[Turn], share: int, ties: list[int]) -> Iterator[list[int]]:
+def naive(p: Scissorhands, Q: Vectors, K: list[list[float]], turns: list[Turn], share: int, ties: list[int]) -> Iterable[list[int]]:
     """Who is held by one KV head, with the query heads Q and the keys K, after every turn."""
-    held, rows = [], p.budget
     low: dict[int, list[int]] = {}  # in which rows a token was low; twice, if for two query heads
 
     def fair(row: list[float], i: int) -> float:
@@ -87,7 +88,17 @@ def naive(p: Scissorhands, Q: Vectors, K: list[list[float]], turns: list[Turn], 
             return sorted(row)[(len(row) - 1) * 9 // 10]
         return 1 / len(row) if p.threshold == "visible" else 1 / (i + 1)
 
-    def drop(now: int) -> list[int]:
+    def come(i: int, held: list[int]) -> None:
+        low[i] = []
+        for q in Q:
+            row = attention(q[i], [K[j] for j in held])
+            least = fair(row, i)
+            for j, x in zip(held, row):
+                if 0 < abs(x - least) < 3e-6 * least:
+                    raise Delicate
+                low[j] += [i] * (x < least)
+
+    def drop(held: list[int], now: int) -> list[int]:
         def count(j: int) -> Fraction:
             times = sum(i >= now - p.history for i in low[j])
             return Fraction(times, min(now - j, p.history) if p.norm else 1)
@@ -98,23 +109,7 @@ def naive(p: Scissorhands, Q: Vectors, K: list[list[float]], turns: list[Turn], 
         ties[0] += 0 < n < len(others) and others[n - 1][0] == others[n][0]
         return sorted(safe + [j for _, j in others[:n]])
 
-    for turn in turns:
-        for a, b in turn.pieces():
-            if not turn.chunk and len(held) == rows:  # decoding: some go before the token comes
-                held, rows = drop(a), share
-            for i in range(a, b):
-                held = [*held, i]
-                low[i] = []
-                for q in Q:
-                    row = attention(q[i], [K[j] for j in held])
-                    least = fair(row, i)
-                    for j, x in zip(held, row):
-                        if 0 < abs(x - least) < 3e-6 * least:
-                            raise Delicate
-                        low[j] += [i] * (x < least)
-            if len(held) > rows:
-                held, rows = drop(b), share
-        yield held
+    return remembered(turns, p.budget, share, come, drop)
 
 
 def test_oracle():

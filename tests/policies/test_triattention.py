@@ -219,6 +219,12 @@ def test_dials_that_make_no_sense(dials):
         TriAttention(**dials)
 
 
+def test_as_far_ahead_as_positions_go_scores_are_numbers():
+    engine = Engine(tiny(), TriAttention(budget=16, reach=31))
+    engine.extend(range(40))
+    assert all(engine.policy.score(kv).isfinite().all() for kv in engine.slots)
+
+
 def test_window_and_interval_follow_the_budget():
     got = [(p.window, p.interval) for p in (TriAttention(budget=b) for b in (3, 64, 1000, 1024, 9000))]
     assert got == [(1, 1), (8, 8), (125, 125), (128, 128), (128, 128)]

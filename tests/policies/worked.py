@@ -164,6 +164,25 @@ def check(naive: Naive, policy: Policy, turns: list[Turn], QK: tuple[Vectors, Ve
         assert [heads[h] for heads in got] == want, f"head {h}, {policy}, {turns}"
 
 
+def remembered(turns: list[Turn], rows: int, share: int, come: Callable[[int, list[int]], None],
+               drop: Callable[[list[int], int], list[int]]) -> Iterable[list[int]]:
+    """Who is held after every turn, if `come(token, held)` is told of each that comes and `drop(held, now)` says who stays.
+
+    The head has `rows` slots until the first time that some go, and from then on its share.
+    """
+    held: list[int] = []
+    for turn in turns:
+        for a, b in turn.pieces():
+            if not turn.chunk and len(held) == rows:  # decoding: some go before the token comes
+                held, rows = drop(held, a), share
+            for i in range(a, b):
+                held = [*held, i]
+                come(i, held)
+            if len(held) > rows:
+                held, rows = drop(held, b), share
+        yield held
+
+
 def agree(case: Callable[[random.Random], None], cases: int = 300) -> None:
     """Play random cases until so many were decided; those too close to call, one and one in twenty at most, do not count."""
     seed = skipped = 0
