@@ -15,7 +15,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:  # these cost seconds of importing torch: only once there is s
     from nanokv.engine import Engine
     from nanokv.sample import Sampler
     from nanokv.tokenizer import Tokenizer
+
+
+SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}  # options of drawing a token, and their defaults
 
 
 def parser() -> Parser:
@@ -47,12 +52,13 @@ def parser() -> Parser:
     answer = p.add_argument_group("answer")
     answer.add_argument("-n", "--max-new-tokens", type=positive, default=256, metavar="N", help="(default: %(default)s)")
     answer.add_argument("-t", "--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    answer.add_argument("--top-k", type=int, default=0, metavar="N", help="of the N likeliest tokens (0: all)")
-    answer.add_argument("--top-p", type=float, default=1.0, metavar="X", help="of the likeliest with this share (1: all)")
-    answer.add_argument("--min-p", type=float, default=0.0, metavar="X", help="of those X times as likely as the best (0: all)")
+    answer.add_argument("--top-k", type=int, metavar="N", help="of the N likeliest tokens (0: all)")
+    answer.add_argument("--top-p", type=float, metavar="X", help="of the likeliest with this share (1: all)")
+    answer.add_argument("--min-p", type=float, metavar="X", help="of those X times as likely as the best (0: all)")
     answer.add_argument("-s", "--seed", type=int, metavar="N", help="drawn and printed unless given")
     answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     answer.add_argument("--ignore-eos", action="store_true", help="go on when the model would end")
+    p.set_defaults(**SAMPLING)
 
     output = p.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of a stream of text")
@@ -77,6 +83,8 @@ def prompt_text(o: argparse.Namespace) -> str:
     piped = sys.stdin is not None and not sys.stdin.isatty()
     if text is None and o.prompt_file is None and not piped:
         raise UsageError("there is no prompt: give it as an argument, with --prompt-file, or through a pipe (see --help)")
+    if o.prompt_file == "":
+        raise UsageError("--prompt-file needs the name of a file")
     if o.prompt_file not in (None, "-"):
         with open(o.prompt_file, "rb") as file:
             text = decoded(file.read(), o.prompt_file)
@@ -107,10 +115,8 @@ def prompt_ids(o: argparse.Namespace, prompt: str, tokenizer: "Tokenizer") -> li
     chat = tokenizer.chat_template is not None and not o.raw and is_instruct(o.model)
     if o.system is not None and not chat:
         raise UsageError(f"--system needs a chat template, and {o.model} has none")
-    if chat:
-        system = [] if o.system is None else [{"role": "system", "content": o.system}]
-        return tokenizer.chat([*system, {"role": "user", "content": prompt}])
-    ids = tokenizer.encode(prompt)
+    system = [] if o.system is None else [{"role": "system", "content": o.system}]
+    ids = tokenizer.chat([*system, {"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
     if not ids:
         raise UsageError("the prompt holds no token")
     return ids
@@ -130,6 +136,7 @@ class Answer:
 
 def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", ids: list[int], sample: "Sampler") -> Answer:
     """Generate; unless --json, print each piece of text as soon as it is certain."""
+    from nanokv.progress import reading
     from nanokv.stop_text import StopText
 
     answer, stream, stops = Answer([], "", "interrupted"), tokenizer.stream(), StopText(o.stop)
@@ -139,8 +146,12 @@ def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", id
         if piece and not o.json:
             print(piece, end="", flush=True)
 
+    tokens = engine.generate(ids, o.max_new_tokens, sample, () if o.ignore_eos else tokenizer.eos_ids)
+    long = len(ids) >= 512 and sys.stderr.isatty() and not o.quiet
     try:
-        for token in engine.generate(ids, o.max_new_tokens, sample, () if o.ignore_eos else tokenizer.eos_ids):
+        with reading(engine, len(ids)) if long else nullcontext():
+            first = next(tokens)
+        for token in chain([first], tokens):
             answer.ids.append(token)
             show(stops.push(stream.push(token)))
             if stops.found:
@@ -161,7 +172,7 @@ def planned(o: argparse.Namespace) -> int:
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
-        limit = size(o.memory) if o.memory else available(device)
+        limit = available(device) if o.memory is None else size(o.memory)
     source = find(o.model, o.dtype, o.device, read=False)
     tokens = o.context or source.config.max_context
     new = min(o.max_new_tokens, tokens // 2)
@@ -193,10 +204,11 @@ def run(o: argparse.Namespace) -> int:
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
-        limit = size(o.memory) if o.memory else available(device)
+        limit = available(device) if o.memory is None else size(o.memory)
         sample = Sampler(o.temperature, o.top_k, o.top_p, o.min_p, o.seed)
         if not all(o.stop):
             raise ValueError("--stop needs a text")
+    remark = policy.note  # now: it may be that a file is missing
     if o.threads and o.threads > 1024:
         raise UsageError(f"{o.threads} threads are too many: 1024 at most")
     if o.threads:
@@ -216,8 +228,10 @@ def run(o: argparse.Namespace) -> int:
         raise MemoryError(problem)
     model = source.model()
     load_s = perf_counter() - start
-    if policy.note:
-        note(policy.note)
+    if remark:
+        note(remark)
+    if not o.temperature and (unused := [name for name, value in SAMPLING.items() if getattr(o, name) != value]):
+        note(f"{', '.join('--' + name.replace('_', '-') for name in unused)} {'change' if len(unused) > 1 else 'changes'} nothing at temperature 0, which is greedy")
     if len(ids) + o.max_new_tokens > (trained := model.config.max_context):
         note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {trained} that {o.model} was trained on")
     engine = nanokv.Engine(model, policy, o.chunk)

@@ -101,9 +101,7 @@ class Engine(Memory):
     @torch.no_grad()
     def extend(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Read tokens [S], S >= 1, after whatever was read before -> logits of the last [vocab]."""
-        tokens = torch.as_tensor(tokens, dtype=torch.long, device=self.like.device)
-        if tokens.numel() == 0:
-            raise ValueError("there is no token to read")
+        tokens = self._checked(tokens)
         if not self.slots:
             self.reset(len(tokens))
         for piece in tokens.tensor_split(-(-len(tokens) // (self.chunk or len(tokens)))):  # all of about one size
@@ -113,6 +111,18 @@ class Engine(Memory):
                 else:
                     logits = self.model(piece, Reading([self], len(piece), piece.device))
         return logits
+
+    def _checked(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """Tokens as a tensor [S], before anything happens to the memory. ValueError for what is no text of this model."""
+        tokens, size = torch.as_tensor(tokens, dtype=torch.long, device=self.like.device), self.model.config.vocab_size
+        if tokens.numel() == 0:
+            raise ValueError("there is no token to read")
+        if tokens.dim() != 1:
+            raise ValueError(f"tokens must be one sequence of ids, not a tensor of shape {list(tokens.shape)}")
+        low, high = (int(x) for x in tokens.aminmax())
+        if low < 0 or high >= size:
+            raise ValueError(f"the model's tokens are 0 to {size - 1}: there is no token {low if low < 0 else high}")
+        return tokens
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
@@ -140,8 +150,9 @@ class Engine(Memory):
     # ---- decode ----
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor) -> Tensor:
+    def decode(self, tokens: Tensor | Sequence[int]) -> Tensor:
         """Read the next token [1] in place -> logits [vocab]. (Up to `interval` tokens [S] may take this path.)"""
+        tokens = torch.as_tensor(tokens, dtype=torch.long, device=self.like.device)
         if not self.slots or not 1 <= len(tokens) <= self.policy.interval:
             raise ValueError(f"decode takes 1 to {self.policy.interval} tokens (the interval), after a text was read by extend()")
         with self.stepping(len(tokens)):
@@ -214,9 +225,13 @@ class Engine(Memory):
         """Read a prompt, then yield up to max_new token ids, ending after one of `stop`.
 
         fresh: forget what was read before; else go on from it (the next turn). `stats` is filled as it goes.
+        Raises ValueError for what cannot be; RuntimeError when it is asked for more after a later one has begun.
         """
-        if max_new < 1:
-            raise ValueError(f"at least 1 new token must be asked for, not {max_new}")
+        if max_new < 1 or max_new % 1:
+            raise ValueError(f"at least 1 new token must be asked for, and a whole number of them, not {max_new}")
+        if not hasattr(stop, "__contains__"):
+            raise ValueError(f"stop must be a collection of token ids, not {stop!r}")
+        tokens = self._checked(tokens).tolist()
         self.stats = stats = Stats(prompt_tokens=len(tokens))
         start = perf_counter()
         if fresh or not self.slots:
@@ -237,5 +252,7 @@ class Engine(Memory):
                 yield self.pending[0]
                 return
             yield self.pending[0]
+            if self.stats is not stats:
+                raise RuntimeError("this generation is over: another one has begun on its engine, and there is one memory")
             logits = self.decode(token)
             self.pending = []

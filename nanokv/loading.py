@@ -58,7 +58,7 @@ class Source:
         return model
 
 
-def find(name: str, dtype: str = "auto", device: str = "auto", read: bool = True) -> Source:
+def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool = True) -> Source:
     """The model called `name`: a registry name, a directory, or a .gguf file.
 
     dtype: auto (what the checkpoint is in), float32, bfloat16 or float16. device: auto (a CUDA
@@ -67,19 +67,22 @@ def find(name: str, dtype: str = "auto", device: str = "auto", read: bool = True
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
-    place = device_named(device)
+    place, name = device_named(device), str(name)
     given = None if read else architecture(name)
     path = locate(name) if given is None else None
     if path is not None:
         given = read_config_of(path)
-    weights = Safetensors(path) if path is not None and path.is_dir() else None  # opened, not read
+    weights = None  # opened, not read
+    if path is not None and path.is_dir() and (read or any(path.glob("*.safetensors"))):
+        weights = Safetensors(path)
     try:
         return Source(path, replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, weights), place)
     except ValueError as error:
-        raise ValueError(f"{path / 'config.json' if weights else path or name}: {error}") from error
+        where = name if path is None else path / "config.json" if path.is_dir() else path
+        raise ValueError(f"{where}: {error}") from error
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto") -> tuple[Transformer, Tokenizer]:
+def load(name: str | Path, dtype: str = "auto", device: str = "auto") -> tuple[Transformer, Tokenizer]:
     """The model called `name` and its tokenizer; see `find` for the arguments."""
     source = find(name, dtype, device)
     tokenizer = source.tokenizer()  # first: it is quick, so a mistake in it shows before the weights are read

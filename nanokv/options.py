@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from reprlib import repr as brief
 from typing import TYPE_CHECKING, NoReturn
 
 import nanokv
@@ -31,6 +32,7 @@ ALIASES = {
     "--temperature": ("--temp",),
     "--prompt-file": ("--file",),
 }
+MOST = 10**12  # of anything
 DIALS = ("budget", "sink", "window", "interval", "layers", "heads")  # those with an option of their own
 
 
@@ -114,9 +116,11 @@ def spelled(arguments: Sequence[str]) -> list[str]:
 
 def positive(text: str) -> int:
     """The type of an option that takes a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
+    if not text.isdecimal() or not (n := int(text[:20])):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {brief(text)}")
+    if n > MOST:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST:,}, not {brief(text)}")
+    return n
 
 
 def add_memory_options(p: Parser) -> None:
@@ -130,7 +134,8 @@ def add_memory_options(p: Parser) -> None:
     add("--layers", metavar="SPLIT", help="uniform, or pyramid: more of the budget for the lower layers")
     add("--heads", metavar="SPLIT", help="uniform, or adaptive: more of the budget for heads that need it")
     add("--set", action="append", default=[], metavar="DIAL=VALUE", help="any other dial of the policy; repeatable")
-    add("--chunk", type=positive, metavar="N", help="read the prompt N tokens at a time, for a lower peak")
+    add("--chunk", type=positive, metavar="N", help="read the prompt N tokens at a time, for a lower peak; a policy that evicts "
+        "then chooses after each piece, so its answer may differ")
     add("--memory", metavar="SIZE", help="refuse to start if more than this would be needed, such as 24GiB (default: what the machine has)")
     add("--plan", action="store_true", help="say what a run would take, and whether it fits, without reading weights")
     add("--context", type=positive, metavar="N", help="with --plan: tokens of prompt and answer together")
@@ -141,6 +146,9 @@ def add_memory_options(p: Parser) -> None:
 def policy_asked(o: argparse.Namespace) -> "Policy":
     """The policy with the dials that the user turned. ValueError for one that it does not have."""
     dials = {name: value for name in DIALS if (value := getattr(o, name)) is not None}
+    if o.policy == "full" and (dials or o.set):
+        asked = ", ".join([f"--{name}" for name in dials] + ["--set"] * bool(o.set))
+        raise ValueError(f"full, the default policy, keeps everything and has no dials: {asked} needs another, such as --policy streaming_llm")
     for text in o.set:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
@@ -148,6 +156,8 @@ def policy_asked(o: argparse.Namespace) -> "Policy":
             raise ValueError(f"--set takes DIAL=VALUE, not {text!r}")
         if name in dials:
             raise ValueError(f"the dial {name} was given twice")
+        if not value.strip():
+            raise ValueError(f"--set {name}= needs a value")
         dials[name] = value.strip()
     return nanokv.make(o.policy.replace("-", "_"), **dials)
 

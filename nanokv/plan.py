@@ -7,6 +7,7 @@ so is the question behind it: how long may the text be? Nothing here reads a wei
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from reprlib import repr as brief
 
 import torch
 
@@ -15,6 +16,7 @@ from .model import ModelConfig
 from .policy import Policy
 
 ENDLESS = 1 << 34  # tokens: as good as any length
+ALL_THERE_IS = 1 << 62  # bytes
 
 # Bytes a number of the layers' matrices takes, and one of the embedding and the head.
 FORMATS = {
@@ -27,10 +29,13 @@ def size(text: str) -> int:
     """Bytes of "24GiB", "16 GB", "800MiB". ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", text, re.I)
     if not found:
-        raise ValueError(f"a size of memory looks like 24GiB or 800MB, not {text!r}")
+        raise ValueError(f"a size of memory looks like 24GiB or 800MB, not {brief(text)}")
     unit = (found[2] or "").lower()
     base = 1024 if unit.endswith("i") else 1000
-    return int(float(found[1]) * base ** (" kmgt".index(unit[0]) if unit else 0))
+    n = float(found[1]) * base ** (" kmgt".index(unit[0]) if unit else 0)
+    if n > ALL_THERE_IS:
+        raise ValueError(f"no machine has so much memory: {brief(text)}")
+    return int(n)
 
 
 def human(n: float) -> str:
@@ -45,7 +50,7 @@ def available(device: torch.device = torch.device("cpu")) -> int:
     """Bytes that a program could take now, of a GPU's memory or of this machine's and its container's; 2^62 if nobody says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = [1 << 62]
+    found = [ALL_THERE_IS]
     try:
         with open("/proc/meminfo") as f:
             found += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable")]
@@ -155,6 +160,16 @@ def largest_budget(plan: Plan, limit: int) -> int:
         return 0
 
 
+def largest(plan: Plan, limit: int) -> str:
+    """What is in the way: the weights, if they alone are beyond the limit; else what takes most beside them."""
+    sizes = {what: n for what, n, _ in plan.lines() if what not in ("read a token", "peak")}
+    weights = sizes.pop("weights")
+    if weights > limit:
+        return f"its weights alone take {human(weights)}"
+    most = max(sizes, key=sizes.get)
+    return f"most goes into {most}, {human(sizes[most])} (weights: {human(weights)})"
+
+
 def verdict(plan: Plan, limit: int) -> str:
     """Does it fit, and if not, what would? Empty if it fits."""
     if plan.peak <= limit:
@@ -169,7 +184,7 @@ def verdict(plan: Plan, limit: int) -> str:
             "" if plan.policy.budget else ", or a policy with a budget, such as --policy streaming_llm"
         )
     else:
-        way = "no budget makes it fit: its weights alone are too many"
+        way = f"no budget makes it fit: {largest(plan, limit)}"
     return f"{human(plan.peak)} are planned, {human(limit)} are there: {way}"
 
 

@@ -220,6 +220,19 @@ def test_notes_are_said_once_and_can_be_silenced(run, tmp_path):
     assert run("hello", "-n", "3", "--policy", "window", "--budget", "16", "--sink", "4")[2] == ""
 
 
+def test_what_changes_nothing_is_said(run):
+    assert run("hello", "-n", "2", "--top-k", "5", "-s", "3")[2] == "note: --top-k, --seed change nothing at temperature 0, which is greedy\n"
+    assert run("hello", "-n", "2", "--top-k", "5", "-s", "3", "-t", "1")[2] == ""
+
+
+def test_a_long_prompt_is_seen_to_be_read(run, monkeypatch):
+    assert "reading" not in run("hello " * 100, "-n", "2")[2]
+    monkeypatch.setattr(cli.sys.stderr, "isatty", lambda: True, raising=False)
+    assert "reading" not in run("hello", "-n", "2")[2]
+    code, out, err = run("hello " * 100, "-n", "2", "--raw")
+    assert code == 0 and "reading 600 tokens [" in err and "reading" not in out
+
+
 def test_policies_lists_the_registry(capsys):
     assert cli.main(["--policies"]) == 0
     out, err = capsys.readouterr()
@@ -242,7 +255,14 @@ def test_help_and_version_are_instant_and_need_no_torch():
 
 USAGE = [
     (["hi", "--policy", "window", "--budget", "8", "--sink", "4", "--interval", "5"], "sink 4 + window 0 + interval 5 = 9"),
-    (["hi", "--window", "4"], "full has no dial 'window'"),
+    (["hi", "--window", "4"], "full, the default policy, keeps everything and has no dials: --window needs another"),
+    (["hi", "--policy", "triattention", "--set", "stats="], "--set stats= needs a value"),
+    (["hi", "--policy", "triattention", "--set", "reach=9999"], "reach must be a number from 0 to 31, not 9999"),
+    (["hi", "--policy", "window", "--budget", "9" * 400], "budget must be below 2^31"),
+    (["hi", "--memory", "9" * 400], "no machine has so much memory"),
+    (["hi", "--memory", ""], "a size of memory looks like"),
+    (["hi", "--plan", "--context", "9" * 400], "--context: must be at most 1,000,000,000,000"),
+    (["-f", ""], "--prompt-file needs the name of a file"),
     (["hi", "--policy", "window", "--set", "kernel=3"], "window has no dial 'kernel'"),
     (["hi", "--policy", "window", "--budget", "many"], "dial budget takes int, not 'many'"),
     (["hi", "--policy", "window", "--budget", "8", "--set", "budget=9"], "budget was given twice"),
@@ -321,6 +341,8 @@ FILES = {
     "model.norm.weight has shape [31], but the config makes it [32]": reshape,
     "rope type 'spiral' is not supported": lambda d: edit_config(d, rope_scaling={"rope_type": "spiral"}),
     "tokenizer.json": lambda d: (d / "tokenizer.json").write_text("{"),
+    "config.json: config.json must give hidden_size": lambda d: edit_config(d, hidden_size=0),
+    "tokenizer_config.json: bos_token must be a text": lambda d: (d / "tokenizer_config.json").write_text('{"bos_token": 1}'),
 }
 
 
@@ -334,6 +356,12 @@ def test_a_damaged_checkpoint(run, tmp_path, words):
 def test_no_such_model(run):
     code, out, err = run("hi", model="llama-9-900b")
     assert (code, out) == (1, "") and err.startswith("error: ") and err.count("\n") == 1 and "llama-9-900b" in err
+
+
+def test_an_empty_chat_template_is_none(run, tmp_path):
+    write_checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": ""}))
+    assert len(json.loads(run("hi", "--json", "-n", "1", model=tmp_path)[1])["prompt_token_ids"]) == 2
 
 
 def test_a_tokenizer_of_another_model(run, tmp_path):

@@ -181,12 +181,38 @@ def test_a_full_cache_ends_with_a_sentence():
         (lambda e: e.extend([]), "no token to read"),
         (lambda e: list(e.generate([], 3)), "no token to read"),
         (lambda e: list(e.generate([1], 0)), "at least 1 new token"),
+        (lambda e: list(e.generate([1], 1.5)), "a whole number of them, not 1.5"),
+        (lambda e: list(e.generate([1], 3, stop=5)), "stop must be a collection of token ids, not 5"),
+        (lambda e: e.extend([1, 97]), "tokens are 0 to 96: there is no token 97"),
+        (lambda e: e.extend([-1, 1]), "there is no token -1"),
+        (lambda e: e.extend([[1, 2], [3, 4]]), r"one sequence of ids, not a tensor of shape \[2, 2\]"),
+        (lambda e: e.decode([1]), "after a text was read"),
         (lambda e: Engine(e.model, e.policy, chunk=0), "a chunk must hold at least 1 token, not 0"),
     ),
 )
 def test_a_users_mistake_is_told(ask, said):
     with pytest.raises(ValueError, match=said):
         ask(Engine(tiny(), small("window")))
+
+
+def test_a_token_that_there_is_not_loses_nothing():
+    engine, text = Engine(tiny(), small("window", 40)), tokens(9)
+    engine.extend(text)
+    for read in (engine.extend, lambda ids: next(engine.generate(ids))):
+        with pytest.raises(ValueError, match="no token 97"):
+            read([3, 97])
+    want = dense_logits(engine.model, [*text, 3], causal(3, 2, 10))[-1]
+    assert (engine.decode([3]) - want).abs().max() < 1e-5
+
+
+def test_a_generation_ends_where_the_next_one_begins():
+    engine = Engine(tiny(), small("window", 40))
+    first, second = engine.generate(tokens(9), 12), engine.generate(tokens(6, 1), 12)
+    next(first)
+    answer = [next(second)]
+    with pytest.raises(RuntimeError, match="another one has begun"):
+        next(first)
+    assert [*answer, *second] == list(Engine(engine.model, engine.policy).generate(tokens(6, 1), 12))
 
 
 def test_after_an_interrupted_step_no_turn_goes_on_as_if_nothing_had_happened():

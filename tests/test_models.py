@@ -213,7 +213,7 @@ def test_a_folder_in_the_way_does_not_hide_a_known_name(weights, tmp_path, monke
 
 
 def test_what_is_no_model_is_one_sentence(weights, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no model 'nope': neither a directory, a .gguf file, nor one of tiny, big-7b"):
+    with pytest.raises(FileNotFoundError, match="no model 'nope': neither a directory, a .gguf file, nor a known name such as tiny, big-7b"):
         models.locate("nope")
     with pytest.raises(FileNotFoundError, match="no config.json"):
         models.locate(str(tmp_path))

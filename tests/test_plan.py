@@ -1,5 +1,7 @@
 """The plan's arithmetic: sizes in words, weights, and the figures people quote."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanokv import make
@@ -19,9 +21,9 @@ def test_sizes(text, n):
     assert size(text) == n
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1GiB", "3 XB"])
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "3 XB", "9" * 400])
 def test_no_size(text):
-    with pytest.raises(ValueError, match="24GiB"):
+    with pytest.raises(ValueError, match="24GiB|no machine has so much memory: .{1,40}$"):
         size(text)
 
 
@@ -63,3 +65,10 @@ def test_the_budget_that_fits():
 
 def test_bytes_in_words():
     assert [human(n) for n in (12, 2048, 5 << 20, 3 * GiB)] == ["12 B", "2.00 KiB", "5.00 MiB", "3.00 GiB"]
+
+
+def test_what_is_in_the_way_is_named():
+    history = plan("smollm2-135m", 2000, "scissorhands", budget=30, history=2**31 - 1)
+    assert "no budget makes it fit: most goes into scratch, " in verdict(history, GiB)
+    assert "most goes into bookkeeping, " in verdict(replace(history, chunk=1), GiB)
+    assert "its weights alone take" in verdict(history, 200 << 20)
