@@ -1,0 +1,154 @@
+"""Weights in 8 or 4 bits, because decoding one token reads every weight once: fewer bytes, less time.
+
+The insight: only what is stored shrinks. A code times its scale, plus a zero, is a weight again. So a few rows of
+activations go through a kernel that multiplies the codes as it reads them, and a long text, where arithmetic
+dominates, through dense weights that are made for one matrix at a time.
+
+    int8   codes of 8 bits, a scale for every row
+    int4   codes of 4 bits, a scale and a zero for every GROUP columns; embedding and head keep 8 bits
+A GGUF's own codes (Q4_0, Q4_1, and Q8_0 for embedding and head) go in unchanged, their scales as bfloat16.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP = 32  # columns that share a scale and a zero: a block of GGUF's
+FEW = 32  # rows up to which multiplying codes is faster than making dense weights first
+BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
+SHORT = torch.bfloat16  # of scales, and of activations in the kernels, which are slow in any other dtype
+
+
+class Codes(NamedTuple):
+    """A matrix [N, K] as codes [N, K] int8 with scale and zero [N, K / g]: weight = code * scale + zero."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+
+    @classmethod
+    def of(cls, w: Tensor, bits: int) -> "Codes":
+        """The nearest codes to weights [N, K]: 8 bits, a scale per row; or 4 bits (-8..7), scale and zero per GROUP columns."""
+        w = w.float()
+        if bits == 8:
+            scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12).to(SHORT)
+            return cls((w / scale.float()).round().clamp(-127, 127).to(torch.int8), scale)
+        low, high = w.unflatten(1, (-1, GROUP)).aminmax(dim=2, keepdim=True)
+        scale = ((high - low) / 15).clamp(min=1e-12).to(SHORT).float()
+        zero = (low + 8 * scale).to(SHORT).float()
+        codes = ((w.unflatten(1, (-1, GROUP)) - zero) / scale).round().clamp(-8, 7).to(torch.int8)
+        return cls(codes.flatten(1), scale.squeeze(2).to(SHORT), zero.squeeze(2).to(SHORT))
+
+    @classmethod
+    def stacked(cls, parts: Sequence["Codes"]) -> "Codes":
+        """Matrices of one width, one above the other."""
+        return cls(*(None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts)))
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K]."""
+        shape = (*self.scale.shape, -1)
+        w = self.codes.to(dtype).view(shape) * self.scale.to(dtype)[..., None]
+        return (w if self.zero is None else w + self.zero.to(dtype)[..., None]).view(self.codes.shape)
+
+
+class Coded(nn.Module):
+    """A linear layer over codes: x [..., K] -> [..., N]. This one is plain, for any shape and device."""
+
+    def __init__(self, matrix: Codes, bias: Tensor | None = None):
+        super().__init__()
+        self.codes, self.scale, self.zero = (nn.Buffer(x) if x is not None else None for x in matrix)
+        self.bias = bias if bias is None else nn.Buffer(bias)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K]."""
+        return Codes(self.codes, self.scale, self.zero).rows(dtype)
+
+    def few(self, x: Tensor) -> Tensor:
+        """The product for a few rows x [S, K] -> [S, N]."""
+        return F.linear(x, self.dense(x.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = self.few(rows) if len(rows) <= FEW else F.linear(rows, self.dense(x.dtype))
+        return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
+
+
+class Int8(Coded):
+    """8 bits and a scale per row, through torch's kernel."""
+
+    def few(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x.to(SHORT), self.codes, self.scale.view(-1)).to(x.dtype)
+
+
+class Int4(Coded):
+    """4 bits, through torch's kernel: `codes` uint8 [N, K / 2] as it packs them, `scale` [K / GROUP, N, 2] with the zeros."""
+
+    def __init__(self, matrix: Codes, bias: Tensor | None = None):
+        both = torch.stack((matrix.scale, matrix.zero), -1).to(SHORT).transpose(0, 1).contiguous()
+        super().__init__(Codes(_packed(matrix.codes + 8), both), bias)
+
+    def few(self, x: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(SHORT), self.codes, GROUP, self.scale).to(x.dtype)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        N, K = self.scale.shape[1], GROUP * self.scale.shape[0]
+        packed = self.codes.view(-1, BLOCK * K // 2)
+        codes = torch.cat((packed & 15, packed >> 4), 1).index_select(1, _places(K)).view(torch.int8).view(N, K) - 8
+        return Codes(codes, *self.scale.transpose(0, 1).unbind(-1)).rows(dtype)
+
+
+class Planes(nn.Module):
+    """8 bits with a scale per GROUP columns, as two planes of 4: code = 16 high + low. As exact as its scales."""
+
+    def __init__(self, matrix: Codes):
+        super().__init__()
+        codes, d = matrix.codes, matrix.scale.float()
+        self.high = Int4(Codes(codes >> 4, 16 * d, torch.zeros_like(d)))
+        self.low = Int4(Codes((codes & 15) - 8, d, 8 * d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(x) + self.low(x)
+
+
+class Embedding(nn.Module):
+    """A table [V, dim] of codes: the rows of tokens [S], as weights [S, dim] in `dtype`."""
+
+    def __init__(self, matrix: Codes, dtype: torch.dtype):
+        super().__init__()
+        self.codes, self.scale, self.dtype = nn.Buffer(matrix.codes), nn.Buffer(matrix.scale), dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return Codes(self.codes[tokens], self.scale[tokens]).rows(self.dtype)
+
+
+def linear(matrix: Codes, bits: int, bias: Tensor | None = None) -> nn.Module:
+    """The fastest layer that can hold these codes."""
+    (N, K), groups = matrix.codes.shape, matrix.scale.shape[1]
+    if matrix.codes.device.type != "cpu":
+        return Coded(matrix, bias)
+    if bits == 8 and groups == 1:
+        return Int8(matrix, bias)
+    if N % BLOCK or groups * GROUP != K:
+        return Coded(matrix, bias)
+    return Int4(matrix, bias) if bits == 4 else Planes(matrix)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes 0..15 [N, K] as torch's kernel wants them: bytes [N, K / 2], in an order of its own."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+
+
+@cache
+def _places(K: int) -> Tensor:
+    """Where each code of BLOCK rows [BLOCK * K] stands among the packed bytes' low halves, and behind them their high halves.
+
+    The order depends on the processor, so it is found out: the digits of every place, base 16, are packed like codes.
+    """
+    place = torch.arange(BLOCK * K).view(BLOCK, K)
+    digits = [_packed(place >> shift & 15).flatten().int() for shift in range(0, 32, 4)]
+    low, high = (sum((d >> half & 15) << 4 * i for i, d in enumerate(digits)) for half in (0, 4))
+    return torch.cat((low, high)).argsort()

@@ -1,0 +1,99 @@
+"""Codes against loops, kernels against the plain layer."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanokv import quantize
+from nanokv.quantize import FEW, GROUP, Coded, Codes, Embedding, Int4, Int8, Planes, linear
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """Relative distance, l2."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def test_8_bits_are_a_scale_per_row():
+    w = noise(5, 40)
+    m = Codes.of(w, 8)
+    for i in range(5):
+        scale = float(m.scale[i, 0])
+        assert abs(scale * 127 / float(w[i].abs().max()) - 1) < 0.005, "rounded to bfloat16"
+        for j in range(40):
+            assert abs(int(m.codes[i, j]) * scale - float(w[i, j])) <= scale * 1.01
+    assert torch.equal(m.rows(torch.float32), m.codes.float() * m.scale.float())
+
+
+def test_4_bits_are_a_scale_and_a_zero_per_group():
+    w = noise(3, 2 * GROUP)
+    m = Codes.of(w, 4)
+    assert m.codes.min() >= -8 and m.codes.max() <= 7 and m.scale.shape == m.zero.shape == (3, 2)
+    for i in range(3):
+        for j in range(2 * GROUP):
+            scale, zero = float(m.scale[i, j // GROUP]), float(m.zero[i, j // GROUP])
+            again = int(m.codes[i, j]) * scale + zero
+            assert abs(again - float(m.rows(torch.float32)[i, j])) < 1e-6
+            assert abs(again - float(w[i, j])) < 0.6 * scale, "half a step, and what rounding scale and zero adds"
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_a_constant_matrix_survives(bits):
+    for value in (0.0, 1.0, -1.0):
+        w = torch.full((2, GROUP), value)
+        assert (Codes.of(w, bits).rows(torch.float32) - w).abs().max() < 0.005
+
+
+KINDS = {
+    "int8": lambda w: (Int8, Codes.of(w, 8), 8),
+    "int4": lambda w: (Int4, Codes.of(w, 4), 4),
+    "planes": lambda w: (Planes, Codes((w * 50).round().clamp(-128, 127).to(torch.int8), noise(*w.shape)[:, ::GROUP].abs().to(torch.bfloat16)), 8),
+}
+
+
+@pytest.mark.parametrize("short, close", ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)))
+@pytest.mark.parametrize("N, K", ((64, 64), (192, 96), (960, 576)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_agree_with_the_plain_layer(kind, N, K, short, close, monkeypatch):
+    monkeypatch.setattr(quantize, "SHORT", short)  # in float32 the kernels are slow, and exact
+    cls, matrix, bits = KINDS[kind](noise(N, K))
+    fast, plain = linear(matrix, bits), Coded(matrix)
+    assert type(fast) is cls
+    for rows in (1, 3, FEW, FEW + 1, 100):
+        x = noise(rows, K, seed=rows)
+        want = plain(x.double())
+        assert off(fast(x), want) < (close if rows <= FEW else 1e-5), "a long text is multiplied in its own dtype"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert fast(x[0].to(dtype)).shape == (N,) and fast(x.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ("int4", "planes"))
+def test_packed_codes_come_back_as_they_went_in(kind):
+    _, matrix, bits = KINDS[kind](noise(128, 96))
+    layer = linear(matrix, bits)
+    if kind == "int4":
+        assert torch.equal(layer.dense(torch.float32), matrix.rows(torch.float32))
+    else:
+        together = layer.high.dense(torch.float64) + layer.low.dense(torch.float64)
+        assert (together - matrix.rows(torch.float64)).abs().max() < 1e-9
+
+
+def test_what_no_kernel_takes_is_multiplied_plainly():
+    assert type(linear(Codes.of(noise(40, 32), 4), 4)) is Coded, "40 rows are no whole blocks"
+    assert off(linear(Codes.of(noise(40, 32), 4), 4)(noise(2, 32)), noise(2, 32) @ noise(40, 32).T) < 0.1
+
+
+def test_a_bias_is_added_and_matrices_are_stacked():
+    a, b, bias, x = Codes.of(noise(64, 32), 8), Codes.of(noise(64, 32, seed=1), 8), noise(128), noise(2, 32)
+    both = linear(Codes.stacked([a, b]), 8, bias)
+    want = torch.cat((Coded(a)(x), Coded(b)(x)), 1) + bias
+    assert off(both(x), want) < 5e-3
+
+
+def test_an_embedding_shows_the_rows_of_its_tokens():
+    matrix = Codes.of(noise(10, 64), 8)
+    rows = Embedding(matrix, torch.float32)(torch.tensor([3, 9, 3]))
+    assert torch.equal(rows, matrix.rows(torch.float32)[[3, 9, 3]])
