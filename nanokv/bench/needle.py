@@ -50,9 +50,12 @@ def draw(asked: Sequence[Prompt], path: str, rows: list[dict]) -> None:
     across = {n: [r for r in rows if r["policy"] == n] for n in names}
     lengths = list(dict.fromkeys(p.length for p in asked))
     with panels(path, max(map(len, across.values()), default=1), max(len(names), 1)) as axes:
+        drawing = axes[0][0].figure
+        drawing.supxlabel("tokens of the prompt (yellow: found, dark: not)", fontsize="small")
+        drawing.supylabel("where the code stands", fontsize="small")
         for name, line in zip(names, axes):
             for r, one in zip(across[name], line):
-                one.imshow(heat(r, asked), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+                one.imshow(heat(r, asked), cmap="viridis", vmin=0, vmax=1, aspect="auto")
                 one.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize="x-small")
                 one.set_yticks((-0.5, BANDS - 0.5), ("start", "end"), fontsize="x-small")
                 one.set_title(called(name, r["budget"]) + (": failed" if "failed" in r else f": {r['found']}"), fontsize="small")

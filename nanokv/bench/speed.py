@@ -132,7 +132,7 @@ def prefill_rows(args: argparse.Namespace, model: torch.nn.Module, others: Mappi
 def attention_rows(args: argparse.Namespace, model: torch.nn.Module) -> list[dict]:
     """One layer's attention of one query after `attention` tokens, and the bytes that it must read, each policy in turn."""
     c, T, actions, read_bytes = model.config, args.attention, {}, {}
-    H, G, D, dtype = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, model.embed.weight.dtype
+    H, G, D, dtype = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, model.like.dtype
     k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
     layer = min(2, c.n_layers - 1)  # quest's first layers are dense
     every = list(cells(model, args.policies, args.budgets, args.set))
@@ -168,7 +168,7 @@ def draw(path: str, rows: list[dict]) -> None:
             for name in dict.fromkeys(called(r["policy"], r["budget"]) for r in found):
                 mine = [r for r in found if called(r["policy"], r["budget"]) == name]
                 axes.plot([r["context"] for r in mine], [r["ms"] for r in mine], "o-", label=name)
-            axes.set(xlabel="tokens", ylabel="ms", title=title)
+            axes.set(xlabel="tokens", ylabel="ms", title=title, ylim=(0, None))
             if found:
                 axes.legend(fontsize="small")
 
@@ -204,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
     torch.manual_seed(args.seed)
     longest = max(args.contexts + args.prefills) + args.rounds + 64
     tokens = torch.randint(0, model.config.vocab_size, (longest,))
-    others = peers(args.peers, args.model, model.embed.weight.dtype, longest)
+    others = peers(args.peers, args.model, model.like.dtype, longest)
     rate = bandwidth()
     print(f"memory gives {rate / 1e9:.1f} GB/s\n", flush=True)
     with reported("speed", args, draw, bytes_per_s=rate) as rows:
