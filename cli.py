@@ -122,6 +122,11 @@ def prompt_ids(o: argparse.Namespace, prompt: str, tokenizer: "Tokenizer") -> li
     return ids
 
 
+def idle(o: argparse.Namespace) -> list[str]:
+    """The options given for drawing a token."""
+    return ["--" + name.replace("_", "-") for name, usual in SAMPLING.items() if getattr(o, name) != usual]
+
+
 # ---- the run ----
 
 
@@ -216,7 +221,6 @@ def run(o: argparse.Namespace) -> int:
     start = perf_counter()
     source = find(o.model, o.dtype, str(device), read=not o.random_weights)
     if o.random_weights:
-        source = replace(source, path=None)
         note("random weights: memory and speed are real, the text is noise")
     tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
@@ -230,8 +234,8 @@ def run(o: argparse.Namespace) -> int:
     load_s = perf_counter() - start
     if remark:
         note(remark)
-    if not o.temperature and (unused := [name for name, value in SAMPLING.items() if getattr(o, name) != value]):
-        note(f"{', '.join('--' + name.replace('_', '-') for name in unused)} {'change' if len(unused) > 1 else 'changes'} nothing at temperature 0, which is greedy")
+    if not o.temperature and (unused := idle(o)):
+        note(f"at temperature 0, which is greedy, nothing is changed by {', '.join(unused)}")
     if len(ids) + o.max_new_tokens > (trained := model.config.max_context):
         note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {trained} that {o.model} was trained on")
     engine = nanokv.Engine(model, policy, o.chunk)

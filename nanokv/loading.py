@@ -35,12 +35,13 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Source:
-    """A model that was found, and is not yet read. path None: random weights of this shape."""
+    """A model that was found, and is not yet read. read False: it never will be, random weights take their place."""
 
-    path: Path | None
+    path: Path | None  # None: nothing but its shape is known
     config: ModelConfig  # its `name` is the one it was asked for by
     dtype: torch.dtype
     device: torch.device
+    read: bool = True
 
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer; `eos_ids` are all tokens that end an answer."""
@@ -51,7 +52,7 @@ class Source:
 
     def model(self) -> Transformer:
         """The model itself; this reads the weights."""
-        if self.path is None:
+        if not self.read:
             return random_model(self.config, self.dtype, self.device)
         model = load_model(self.path, self.dtype, self.device)
         model.config = replace(model.config, name=self.config.name)
@@ -63,7 +64,7 @@ def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool
 
     dtype: auto (what the checkpoint is in), float32, bfloat16 or float16. device: auto (a CUDA
     device if there is one, else the CPU), cpu, cuda, cuda:1, ... read False: its weights are not
-    needed, so a registry name is enough. Raises ValueError or OSError, in one sentence.
+    needed, so a registry name or a config.json is enough. Raises ValueError or OSError, in one sentence.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
@@ -76,7 +77,8 @@ def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool
     if path is not None and path.is_dir() and (read or any(path.glob("*.safetensors"))):
         weights = Safetensors(path)
     try:
-        return Source(path, replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, weights), place)
+        shape, kind = replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, weights)
+        return Source(path, shape, kind, place, read)
     except ValueError as error:
         where = name if path is None else path / "config.json" if path.is_dir() else path
         raise ValueError(f"{where}: {error}") from error

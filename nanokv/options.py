@@ -140,7 +140,7 @@ def add_memory_options(p: Parser) -> None:
     add("--plan", action="store_true", help="say what a run would take, and whether it fits, without reading weights")
     add("--context", type=positive, metavar="N", help="with --plan: tokens of prompt and answer together")
     add("--weights", default="native", choices=("native", "int8", "int4"), help="with --plan: how the weights are kept")
-    add("--random-weights", action="store_true", help="a registry model's real size with random weights: the text is noise")
+    add("--random-weights", action="store_true", help="a model's real size with random weights, which need not be there: the text is noise")
 
 
 def policy_asked(o: argparse.Namespace) -> "Policy":

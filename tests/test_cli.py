@@ -221,7 +221,7 @@ def test_notes_are_said_once_and_can_be_silenced(run, tmp_path):
 
 
 def test_what_changes_nothing_is_said(run):
-    assert run("hello", "-n", "2", "--top-k", "5", "-s", "3")[2] == "note: --top-k, --seed change nothing at temperature 0, which is greedy\n"
+    assert run("hello", "-n", "2", "--top-k", "5", "-s", "3")[2] == "note: at temperature 0, which is greedy, nothing is changed by --top-k, --seed\n"
     assert run("hello", "-n", "2", "--top-k", "5", "-s", "3", "-t", "1")[2] == ""
 
 
@@ -461,6 +461,12 @@ def test_a_run_that_does_not_fit_is_refused_before_the_weights_are_read(run, mon
     budget = int(err.split("a budget of ")[1].split()[0].replace(",", ""))
     with pytest.raises(pytest.fail.Exception):  # that budget goes through to the weights
         run("hello", "--policy", "window", "--sink", "2", "--budget", str(budget), "--memory", "2MB")
+
+
+def test_random_weights_of_a_directory_speak_with_its_tokenizer(run, tmp_path):
+    (write_checkpoint(tmp_path) / "model.safetensors").unlink()
+    code, out, err = run("zzz", "--random-weights", "-n", "3", "--json", "--raw", model=tmp_path)
+    assert code == 0 and "the text is noise" in err and len(json.loads(out)["prompt_token_ids"]) == 3
 
 
 def test_random_weights_have_the_real_size(run):

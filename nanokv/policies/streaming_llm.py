@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..policy import Policy
-from ..rope import rotate
+from ..rope import angles, turn
 from ..slots import Shapes, Slots
 
 
@@ -56,4 +56,4 @@ class StreamingLLM(Policy):
         keys = kv.k.view(sinks.shape[0], -1, sinks.shape[2])[:, : self.sink]  # never evicted: always the first slots
         sinks.copy_(torch.where(gap > 0, sinks, keys.float()))  # pristine until the first token is forgotten
         gap.copy_(kv.now - kv.live[0].sum())
-        keys.copy_(rotate(sinks, gap.expand(self.sink), kv.freqs))
+        keys.copy_(turn(sinks, *angles(gap, kv.freqs)))
