@@ -114,8 +114,10 @@ def test_every_policy_is_measured_at_every_budget_and_a_second_run_says_the_same
             assert "cannot hold" in row["failed"] and budget == 16
         else:
             assert len(row["hits"]) == 2 and row["targets"] == 24 and row["ms"] > 0 and row["kv_bytes"] == row["kv_bytes_planned"]
+    assert [note.split(":")[0] for note in found["notes"]] == ["window", "triattention"] and all(note in out for note in found["notes"])
     assert table.read_text() in out and out.count("| `h2o` |") == 1 and page.read_text().startswith("<!DOCTYPE html>")
-    assert untimed(run(capsys)[1]["rows"]) == untimed(found["rows"])
+    again = untimed(run(capsys, "--policies", "full,h2o,rkv")[1]["rows"])
+    assert len(again) == 5 and all(row in untimed(found["rows"]) for row in again)
 
 
 def test_an_interrupted_run_says_what_it_had_and_another_resumes_it(small, capsys, monkeypatch, tmp_path):
@@ -170,6 +172,7 @@ def board() -> Board:
         {"policy": "rkv", "budget": 8, "failed": "8 < 9 & more"}, row("rkv", 16, 1, 12.0, 10, 31.0),
     ]  # fmt: skip
     facts = {"model": "a<b", "dtype": "float32", "seed": 0, "machine": "slow", "date": "2020-02-02", "text": "t.txt", "tokens": 99, "read": 50, "lengths": [1, 2]}
+    facts["notes"] = ["rkv: so it is"]
     return Board(rows, [8, 16], facts)
 
 
@@ -194,7 +197,8 @@ def test_markdown():
         "| `quest` | **9** | 3 | **11.00** | **10.00** | 90 | 45 |", "| `rkv` | – | 1 | – | 12.00 | 10 | 31 |",
     ]  # fmt: skip
     rest = "\n".join(lines[7:])
-    for said in ("of 9 hidden codes", "of 7 tokens after 50 others", "after 99 tokens", "2020-02-02, on slow", "quest keeps every token", "rkv 8: 8 < 9 & more"):
+    for said in ("of 9, hidden in prose of 1 and 2 tokens", "of 7 tokens of t.txt, after 50 others", "after 99 tokens", "2020-02-02, on slow",
+                 "quest keeps every token", "rkv: so it is", "rkv 8: 8 < 9 & more"):
         assert said in rest
 
 
@@ -227,5 +231,5 @@ def test_the_page_stands_on_its_own():
     assert any(attrs.get("name") == "viewport" for _, attrs in page.seen)
     shades = [attrs.get("style") for tag, attrs in page.seen if tag == "td"]
     assert len(shades) == 4 * 5 * 2 and shades.count(None) == 4 and {"--v: 0.60", "--v: 0.00"} <= {*shades}
-    for said in ("a<b in float32", "2020-02-02", "rkv 8: 8 < 9 & more", "of 9 hidden codes", "Keep everything"):
+    for said in ("a<b in float32", "2020-02-02", "rkv 8: 8 < 9 & more", "of 9, hidden", "Keep everything"):
         assert said in page.text

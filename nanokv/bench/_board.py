@@ -20,6 +20,7 @@ class Measure:
     """One of the things that are measured. worth: of a value, the better the higher."""
 
     field: str
+    short: str
     title: str
     unit: str
     form: str
@@ -27,10 +28,10 @@ class Measure:
 
 
 MEASURES = (
-    Measure("found", "Found", "of {asked} hidden codes", "{:.0f}", float),
-    Measure("ppl", "Perplexity", "of {targets} tokens after {read} others", "{:.2f}", lambda x: -log(x)),
-    Measure("mib", "KV memory", "MiB after {tokens} tokens", "{:.0f}", lambda x: -log(x)),
-    Measure("ms", "Time", "ms for a token, after {tokens} tokens", "{:.0f}", lambda x: -x),
+    Measure("found", "found", "codes found", "of {asked}, hidden in prose of {lengths} tokens and asked for at its end", "{:.0f}", float),
+    Measure("ppl", "ppl", "perplexity", "of {targets} tokens of {text}, after {read} others", "{:.2f}", lambda x: -log(x)),
+    Measure("mib", "MiB", "KV memory", "in MiB, after {tokens} tokens", "{:.0f}", lambda x: -log(x)),
+    Measure("ms", "ms", "time", "for a token in milliseconds, after {tokens} tokens", "{:.0f}", lambda x: -x),
 )
 
 
@@ -76,7 +77,8 @@ class Board:
         """What its numbers count, in words."""
         asked = max((len(r.get("hits", "")) for r in self.rows), default=0)
         targets = max((r.get("targets", 0) for r in self.rows), default=0)
-        return measure.unit.format(**{**self.facts, "asked": asked, "targets": targets})
+        lengths = " and ".join(map(str, self.facts["lengths"]))
+        return measure.unit.format(**{**self.facts, "asked": asked, "targets": targets, "lengths": lengths})
 
     @property
     def origin(self) -> str:
@@ -86,30 +88,25 @@ class Board:
     @property
     def remarks(self) -> list[str]:
         """What a reader must know, and why a cell is empty."""
-        lengths = " and ".join(map(str, self.facts["lengths"]))
-        said = [
-            f"The codes are hidden in prose of {lengths} tokens and asked for at its end. The perplexity is that of {self.facts['text']}.",
-            "The time is that of the median step: a policy that evicts many tokens at a time pays for it between those.",
-        ]
+        said = ["The time is that of the median step; a policy that evicts many tokens at once pays for it in few of them."]
         if "quest" in self.policies:
-            said.append("quest keeps every token, so its memory is that of full: it saves reads.")
-        return said + [f"{called(r['policy'], r['budget'])}: {r['failed']}" for r in self.rows if "failed" in r]
+            said.append("quest keeps every token, so its memory is that of full: its budget bounds what a step reads.")
+        return [*said, *self.facts["notes"], *(f"{called(r['policy'], r['budget'])}: {r['failed']}" for r in self.rows if "failed" in r)]
 
 
 def markdown(board: Board) -> str:
     """One table: what is found and the perplexity at every budget; bytes and time at the middle one."""
     middle = board.budgets[len(board.budgets) // 2]
     columns = [(m, b) for m in MEASURES for b in (board.budgets if m.field in ("found", "ppl") else [middle])]
-    names = {"found": "found", "ppl": "ppl", "mib": "MiB", "ms": "ms"}
-    head = [f"{names[m.field]} {b}" if m.field in ("mib", "ms") or b == board.budgets[0] else str(b) for m, b in columns]
+    head = [f"{m.short} {b}" if i == 0 or columns[i - 1][0] != m else str(b) for i, (m, b) in enumerate(columns)]
     lines = [["", *head], ["---", *("--:" for _ in columns)]]
     for policy in board.policies:
         cells = (f"**{board.shown(m, policy, b)}**" if board.best(m, policy, b) else board.shown(m, policy, b) for m, b in columns)
         lines.append([f"`{policy}`", *cells])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    units = "; ".join(f"{m.title.lower()}: {board.unit(m)}" for m in MEASURES)
-    return "\n\n".join([table, f"At budgets of {', '.join(map(str, board.budgets))}. {units[0].upper()}{units[1:]}. Bold: the best of "
-                        f"a column, full aside. {board.origin}.", *board.remarks]) + "\n"  # fmt: skip
+    units = [f"{m.short}: {m.title} {board.unit(m)}" for m in MEASURES]
+    remarks = ["Columns are budgets, in tokens kept per head; bold is the best of a column, full aside", *units, *board.remarks]
+    return f"{table}\n\n" + "\n".join(f"- {r}" for r in remarks) + f"\n\n{board.origin}\n"
 
 
 STYLE = """
@@ -121,7 +118,7 @@ STYLE = """
 body { margin: 0 auto; padding: 2rem 1rem 4rem; max-width: 68rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { margin: 0; font-size: 1.7rem; line-height: 1.2; }
-h2 { margin: 0; font-size: 1.1rem; }
+h2 { margin: 0; font-size: 1.1rem; } h2::first-letter { text-transform: uppercase; }
 p, li, dd { color: var(--soft); } p { margin: .2rem 0 .8rem; } .origin { font-size: .9rem; margin-bottom: 2rem; }
 main { display: grid; gap: 2.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
 table { width: 100%; border-collapse: separate; border-spacing: 2px; font-size: .9rem; font-variant-numeric: tabular-nums; }

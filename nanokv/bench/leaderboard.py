@@ -108,6 +108,14 @@ def noted(rows: Sequence[dict], steps: Iterable[list[dict]]) -> list[dict]:
     return found
 
 
+def notes(every: Sequence[Cell]) -> list[str]:
+    """What the policies say of themselves, where they say the same at every budget."""
+    said: dict[str, set[str]] = {}
+    for cell in every:
+        said.setdefault(cell.policy, set()).add("" if cell.failed else cell.attempt(lambda: cell.engine.policy.note) or "")
+    return [text for texts in said.values() if len(texts) == 1 for text in texts if text]
+
+
 def draw(path: str, rows: list[dict]) -> None:
     """What is found, and perplexity, against the budget; a line for each policy."""
     with figure(path, 2) as panels:
@@ -126,7 +134,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
     p = parser("leaderboard", __doc__, "128,256,512,1024")
     add_text(p, 2048)
-    p.add_argument("--read", type=int, default=1024, help="how many of them are the prompt (default: %(default)s)")
+    p.add_argument("--read", type=int, default=1280, help="how many of them are the prompt (default: %(default)s)")
     p.add_argument("--prompts", type=int, default=20, help="that hide a code (default: %(default)s)")
     p.add_argument("--lengths", default="1000,2000", help="tokens of such a prompt, in equal parts (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=30, help="steps of each engine that are timed (default: %(default)s)")
@@ -159,14 +167,13 @@ def main(argv: Sequence[str]) -> int:
     model, tokenizer = load(args.model, args.dtype)
     with usage():
         asked = prompts(tokenizer, args.prompts, args.lengths, "prose", "after", args.seed)
-        tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.embed.weight.device)
+        tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.like.device)
 
     def every() -> list[Cell]:
         return list(cells(model, args.policies, args.budgets, args.set))
 
-    notes = list(dict.fromkeys(c.engine.policy.note for c in every() if c.engine and c.engine.policy.note))
     facts = {"date": datetime.date.today().isoformat(), "text": args.text or SAMPLE, "tokens": args.tokens, "read": args.read}
-    facts |= {"prompts": args.prompts, "lengths": args.lengths, "rounds": args.rounds, "notes": notes}
+    facts |= {"prompts": args.prompts, "lengths": args.lengths, "rounds": args.rounds, "notes": notes(every())}
     with reported("leaderboard", args, draw, **facts) as rows:
         rows += [{"policy": name, "budget": budget} for name, budget in pairs(args.policies, args.budgets)]
         try:
