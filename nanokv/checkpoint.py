@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import read_config
 from .files import brief, checked, read_json, refuse_pointer, typed
 from .gguf_file import GGUF, read_metadata
 from .model import ModelConfig, Transformer
+from .quantize import BITS, Codes, bits_of, coded_places, put
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -33,8 +34,8 @@ class Weights(Protocol):
         ...
 
 
-def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Transformer:
-    """The model in a checkpoint directory or a .gguf file, ready to run.
+def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", form: str = "native") -> Transformer:
+    """The model in a checkpoint directory or a .gguf file, ready to run. form: of its matrices, native, int8 or int4.
 
     dtype None: the one config.json names, or else the one the embedding is stored in; float32
     for GGUF, and instead of float16 on a CPU, where half precision is slow and Qwen2 overflows.
@@ -46,7 +47,7 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch
     weights: Weights = GGUF(path) if path.is_file() else Safetensors(path)
     try:
         shape = _fitted(read_config(config), weights)
-        return _fill(shape, weights, dtype or own_dtype(config, device, weights), device)
+        return filled(shape, weights, dtype or own_dtype(config, device, weights), device, form)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -54,32 +55,6 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch
 def read_config_of(path: Path) -> dict[str, Any]:
     """A checkpoint's config, in config.json's words, without touching its weights."""
     return GGUF(path).config() | {"dtype": "float32"} if path.is_file() else read_json(path / "config.json")
-
-
-def random_model(shape: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> Transformer:
-    """A model of this shape with random weights: memory and speed are real, what it says is noise."""
-    torch.manual_seed(seed)
-    model = _allocated(shape, dtype, device)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-        else:  # a few rows of noise, repeated: drawing 7 billion numbers would take minutes
-            rows = torch.randn(min(len(parameter), 64), parameter.shape[1], device=device).to(dtype) * 0.02
-            for part in parameter.split(len(rows)):
-                part.copy_(rows[: len(part)])
-    return model
-
-
-def _allocated(c: ModelConfig, dtype: torch.dtype, device: str | torch.device) -> Transformer:
-    """A Transformer whose parameters have their memory, once, and no values yet."""
-    with torch.device("meta"):
-        model = Transformer(c)
-    if c.tied:
-        model.head.weight = None  # or to_empty would allocate it a second time
-    model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    if c.tied:
-        model.head.weight = model.embed.weight
-    return model
 
 
 def stop_ids(path: Path) -> set[int]:
@@ -184,24 +159,48 @@ def _fitted(c: ModelConfig, weights: Weights) -> ModelConfig:
     return c
 
 
-def _fill(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | torch.device) -> Transformer:
+def filled(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | torch.device, form: str = "native") -> Transformer:
     """A Transformer with every parameter read. Raises ValueError naming the first tensor that does not fit."""
     with torch.device("meta"):
-        ours = dict(Transformer(c).named_parameters())  # a tied head is not among them
+        model = Transformer(c)
+    ours = dict(model.named_parameters())  # a tied head is not among them
     table = {name: place for name, place in name_table(c).items() if place[0] in ours}
     _check_names(table, weights.shapes, spare={HEAD} if c.tied else set())
+    places: dict[str, list[tuple[str, slice]]] = {place: [] for place in ours}
     for name, (place, rows) in table.items():
         expected = tuple(ours[place][rows].shape)
         if weights.shapes[name] != expected:
             raise ValueError(f"tensor {name} has shape {list(weights.shapes[name])}, but the config makes it {list(expected)}")
-    model = _allocated(c, dtype, device)
-    ours = dict(model.named_parameters())
-    for name, (place, rows) in table.items():
-        value = weights.tensor(name)
-        if not value.is_floating_point() or value.element_size() < 2:
-            raise ValueError(f"tensor {name} is stored as {str(value.dtype).removeprefix('torch.')}, which is not supported")
-        ours[place][rows].copy_(value)
-    return model
+        places[place].append((name, rows))
+    coded = coded_places(model) if form in BITS else []
+    for place in ours:
+        if place not in coded:
+            parameter = torch.empty(ours[place].shape, dtype=dtype, device=device)
+            for name, rows in places[place]:
+                parameter[rows].copy_(_value(weights, name))
+            owner, _, kind = place.rpartition(".")
+            setattr(model.get_submodule(owner), kind, nn.Parameter(parameter, requires_grad=False))
+    if c.tied:
+        model.head.weight = model.embed.weight
+    for place in coded:
+        parts = [_codes(weights, name, place, form, device) for name, _ in places[place]]
+        put(model, place, Codes.stacked(parts), form, dtype)
+    return model.eval()
+
+
+def _codes(weights: Weights, name: str, place: str, form: str, device: str | torch.device) -> Codes:
+    """A tensor as codes: its file's own, if they are of the wanted width, else the nearest ones."""
+    bits = bits_of(place, form)
+    own = weights.codes(name, bits) if form == "int4" and isinstance(weights, GGUF) else None
+    codes = own or Codes.of(_value(weights, name), bits)
+    return Codes(*(x if x is None else x.to(device) for x in codes))
+
+
+def _value(weights: Weights, name: str) -> Tensor:
+    value = weights.tensor(name)
+    if not value.is_floating_point() or value.element_size() < 2:
+        raise ValueError(f"tensor {name} is stored as {str(value.dtype).removeprefix('torch.')}, which is not supported")
+    return value
 
 
 def _check_names(table: Mapping, shapes: Mapping, spare: set[str]) -> None:

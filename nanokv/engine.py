@@ -61,7 +61,7 @@ class Engine(Memory):
             raise ValueError(f"a chunk must hold at least 1 token, not {chunk}")
         c = model.config
         self.model, self.policy, self.chunk = model, policy, chunk
-        self.like = model.embed.weight  # slots live where the model lives, in its dtype
+        self.like = model.like  # slots live where the model lives, in its dtype
         freqs, factor = frequencies(c.rope, c.head_dim, c.max_context)
         self.freqs, self.scale = freqs.to(self.like.device), factor * c.head_dim**-0.5
         self.slots: list[Slots] = []

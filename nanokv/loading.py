@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import DTYPES, Safetensors, load_model, own_dtype, random_model, read_config_of, stop_ids
+from .checkpoint import DTYPES, Safetensors, load_model, own_dtype, read_config_of, stop_ids
 from .config import read_config
 from .model import ModelConfig, Transformer
 from .models import architecture, locate
+from .noise import random_model
+from .quantize import FORMS
 from .tokenizer import Tokenizer, load_tokenizer
 
 
@@ -42,6 +44,7 @@ class Source:
     dtype: torch.dtype
     device: torch.device
     read: bool = True
+    form: str = "native"  # of the weights: native, int8 or int4
 
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer; `eos_ids` are all tokens that end an answer."""
@@ -53,40 +56,42 @@ class Source:
     def model(self) -> Transformer:
         """The model itself; this reads the weights."""
         if not self.read:
-            return random_model(self.config, self.dtype, self.device)
-        model = load_model(self.path, self.dtype, self.device)
+            return random_model(self.config, self.dtype, self.device, form=self.form)
+        model = load_model(self.path, self.dtype, self.device, self.form)
         model.config = replace(model.config, name=self.config.name)
         return model
 
 
-def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool = True) -> Source:
+def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool = True, weights: str = "native") -> Source:
     """The model called `name`: a registry name, a directory, or a .gguf file.
 
     dtype: auto (what the checkpoint is in), float32, bfloat16 or float16. device: auto (a CUDA
     device if there is one, else the CPU), cpu, cuda, cuda:1, ... read False: its weights are not
-    needed, so a registry name or a config.json is enough. Raises ValueError or OSError, in one sentence.
+    needed, so a registry name or a config.json is enough. weights: native, int8 or int4, see quantize.py. Raises ValueError or OSError, in one sentence.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {dtype!r}")
+    if weights not in FORMS:
+        raise ValueError(f"weights must be {', '.join(FORMS)}, not {weights!r}")
     place, name = device_named(device), str(name)
     given = None if read else architecture(name)
     path = locate(name) if given is None else None
     if path is not None:
         given = read_config_of(path)
-    weights = None  # opened, not read
+    stored = None  # opened, not read
     if path is not None and path.is_dir() and (read or any(path.glob("*.safetensors"))):
-        weights = Safetensors(path)
+        stored = Safetensors(path)
     try:
-        shape, kind = replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, weights)
-        return Source(path, shape, kind, place, read)
+        shape, kind = replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, stored)
+        return Source(path, shape, kind, place, read, weights)
     except ValueError as error:
         where = name if path is None else path / "config.json" if path.is_dir() else path
         raise ValueError(f"{where}: {error}") from error
 
 
-def load(name: str | Path, dtype: str = "auto", device: str = "auto") -> tuple[Transformer, Tokenizer]:
+def load(name: str | Path, dtype: str = "auto", device: str = "auto", weights: str = "native") -> tuple[Transformer, Tokenizer]:
     """The model called `name` and its tokenizer; see `find` for the arguments."""
-    source = find(name, dtype, device)
+    source = find(name, dtype, device, weights=weights)
     tokenizer = source.tokenizer()  # first: it is quick, so a mistake in it shows before the weights are read
     return source.model(), tokenizer
 

@@ -101,6 +101,11 @@ class Transformer(nn.Module):
         if c.tied:
             self.head.weight = self.embed.weight
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor on the model's device and in the dtype of its activations."""
+        return self.norm.weight
+
     def forward(self, tokens: Tensor, attend: Attend, every: bool = False) -> Tensor:
         """tokens [S] -> logits of the last one [vocab], or of all [S, vocab] when `every`."""
         x = self.embed(tokens)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 GROUP = 32  # columns that share a scale and a zero: a block of GGUF's
 FEW = 32  # rows up to which multiplying codes is faster than making dense weights first
 BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
+BITS = {"int8": 8, "int4": 4}  # of the layers' matrices, by the name of the form
+FORMS = ("native", *BITS)  # native: numbers in the model's dtype
 SHORT = torch.bfloat16  # of scales, and of activations in the kernels, which are slow in any other dtype
 
 
@@ -32,15 +34,16 @@ class Codes(NamedTuple):
 
     @classmethod
     def of(cls, w: Tensor, bits: int) -> "Codes":
-        """The nearest codes to weights [N, K]: 8 bits, a scale per row; or 4 bits (-8..7), scale and zero per GROUP columns."""
+        """The nearest codes to weights [N, K]: 8 bits, a scale per row; or 4 bits (-8..7), scale and zero per GROUP columns (per row, if they do not divide it)."""
         w = w.float()
         if bits == 8:
             scale = (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12).to(SHORT)
             return cls((w / scale.float()).round().clamp(-127, 127).to(torch.int8), scale)
-        low, high = w.unflatten(1, (-1, GROUP)).aminmax(dim=2, keepdim=True)
+        w = w.unflatten(1, (-1, GROUP if w.shape[1] % GROUP == 0 else w.shape[1]))
+        low, high = w.aminmax(dim=2, keepdim=True)
         scale = ((high - low) / 15).clamp(min=1e-12).to(SHORT).float()
         zero = (low + 8 * scale).to(SHORT).float()
-        codes = ((w.unflatten(1, (-1, GROUP)) - zero) / scale).round().clamp(-8, 7).to(torch.int8)
+        codes = ((w - zero) / scale).round().clamp(-8, 7).to(torch.int8)
         return cls(codes.flatten(1), scale.squeeze(2).to(SHORT), zero.squeeze(2).to(SHORT))
 
     @classmethod
@@ -152,3 +155,31 @@ def _places(K: int) -> Tensor:
     digits = [_packed(place >> shift & 15).flatten().int() for shift in range(0, 32, 4)]
     low, high = (sum((d >> half & 15) << 4 * i for i, d in enumerate(digits)) for half in (0, 4))
     return torch.cat((low, high)).argsort()
+
+
+# ---- a model of codes ----
+
+
+def coded_places(model: nn.Module) -> list[str]:
+    """The parameters that are stored as codes: every matrix, and the table of embeddings."""
+    found = [f"{name}.weight" for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    own = dict(model.named_parameters())  # a tied head is not among them
+    return [place for place in found if place in own]
+
+
+def bits_of(place: str, form: str) -> int:
+    """How many bits a code of this parameter has: those at the model's two ends decide most, and keep 8."""
+    return 8 if place in ("embed.weight", "head.weight") else BITS[form]
+
+
+def put(model: nn.Module, place: str, matrix: Codes, form: str, dtype: torch.dtype) -> None:
+    """Let a layer of codes stand where a linear layer or the embedding stood; a tied head gets the embedding's codes."""
+    name = place.removesuffix(".weight")
+    owner, _, own = name.rpartition(".")
+    if name == "embed":
+        model.embed = Embedding(matrix, dtype)
+        if model.config.tied:
+            model.head = linear(matrix, 8)
+    else:
+        bias = model.get_submodule(name).bias
+        setattr(model.get_submodule(owner), own, linear(matrix, bits_of(place, form), bias))

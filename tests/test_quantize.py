@@ -1,11 +1,14 @@
 """Codes against loops, kernels against the plain layer."""
 
+import foreign
 import pytest
 import torch
 from torch import Tensor
 
 from nanokv import quantize
-from nanokv.quantize import FEW, GROUP, Coded, Codes, Embedding, Int4, Int8, Planes, linear
+from nanokv.checkpoint import Safetensors, filled, name_table, read_config_of
+from nanokv.config import read_config
+from nanokv.quantize import FEW, GROUP, Coded, Codes, Embedding, Int4, Int8, Planes, bits_of, linear
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -97,3 +100,29 @@ def test_an_embedding_shows_the_rows_of_its_tokens():
     matrix = Codes.of(noise(10, 64), 8)
     rows = Embedding(matrix, torch.float32)(torch.tensor([3, 9, 3]))
     assert torch.equal(rows, matrix.rows(torch.float32)[[3, 9, 3]])
+
+
+class Rounded:
+    """A checkpoint whose matrices were replaced by what their codes say."""
+
+    def __init__(self, stored: Safetensors, places: dict, form: str):
+        self.stored, self.shapes, self.places, self.form = stored, stored.shapes, places, form
+
+    def tensor(self, name: str) -> Tensor:
+        w, place = self.stored.tensor(name), self.places[name][0]
+        return w if w.dim() == 1 else Codes.of(w, bits_of(place, self.form)).rows(torch.float32)
+
+
+@pytest.mark.parametrize("form", ("int8", "int4"))
+@pytest.mark.parametrize("name", ("llama-2-tied", "llama-biased", "qwen2", "qwen3"))
+def test_a_model_of_codes_is_the_model_that_its_codes_describe(name, form, tmp_path):
+    foreign.theirs(name).save_pretrained(tmp_path)
+    stored, c = Safetensors(tmp_path), read_config(read_config_of(tmp_path))
+    coded = filled(c, stored, torch.float32, "cpu", form)
+    rounded = filled(c, Rounded(stored, name_table(c), form), torch.float32, "cpu")
+    tokens = foreign.tokens()
+    assert len(tokens) > FEW
+    assert (foreign.logits(coded, tokens) - foreign.logits(rounded, tokens)).abs().max() < 1e-4
+    few = foreign.logits(coded, tokens[:5]), foreign.logits(rounded, tokens[:5])
+    assert off(*few) < 0.05, "the kernels round activations"
+    assert sum(b.nbytes for b in coded.buffers()) < 0.5 * sum(p.nbytes for p in rounded.parameters())

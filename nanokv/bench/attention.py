@@ -186,7 +186,7 @@ def main(argv: list[str]) -> int:
     model, tokenizer = load(args.model, args.dtype)
     tokens = first_tokens(args, model, tokenizer, least=2 * SKIP + 2)  # the first half must have a row that counts
     progress(f"reading {len(tokens)} tokens")
-    text = Recorded(model, torch.tensor(tokens, device=model.embed.weight.device))
+    text = Recorded(model, torch.tensor(tokens, device=model.like.device))
 
     def measure(title: str, policy: Policy) -> dict:
         replayed = Replayed(text, policy)

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     print(__doc__)
     torch.manual_seed(args.seed)
     model, tokenizer = load(args.model, args.dtype)
-    tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.embed.weight.device)
+    tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.like.device)
 
     def measure(title: str, policy: Policy) -> dict:
         def read() -> dict:

@@ -56,8 +56,7 @@ class Quest(Full):
         pages, here = kv.keys.unflatten(1, (-1, self.page)), (kv.now - 1) // self.page  # [H, P, page, D]
         torch.cat((pages.amin(2), -pages.amax(2)), -1, out=kv.state["box"])
         last, empty = pages.index_select(1, here), torch.arange(self.page, device=here.device) > (kv.now - 1) % self.page
-        last = torch.cat((last, -last), -1).masked_fill(empty[:, None], torch.inf)
-        kv.state["box"].index_copy_(1, here, last.amin(2))
+        kv.state["box"].index_copy_(1, here, torch.cat((last, -last), -1).masked_fill(empty[:, None], torch.inf).amin(2))
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor | None) -> None:
         key, here, box = kv.keys.index_select(1, pos), pos // self.page, kv.state["box"]

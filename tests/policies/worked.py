@@ -21,14 +21,14 @@ from nanokv.policy import Policy
 class Replay:
     """A model that says what it is told: Q [Hq, T, D], K and V [Hk, T, D], or with a leading axis for the layers.
 
-    `out` [L, Hq, T, D]: what attention answered; `embed.weight` is all that an engine wants to know of weights.
+    `out` [L, Hq, T, D]: what attention answered; `like` is all that an engine wants to know of weights.
     """
 
     def __init__(self, Q: Tensor, K: Tensor, V: Tensor):
         self.Q, self.K, self.V = (x if x.dim() == 4 else x[None] for x in (Q, K, V))
         (L, Hq, T, D), Hk = self.Q.shape, self.K.shape[1]
         self.config = ModelConfig(T, D, L, Hq, Hk, D, D, max_context=T)
-        self.embed = torch.nn.Embedding(T, D, dtype=self.Q.dtype)
+        self.like = self.Q[:0]
         self.out = torch.zeros_like(self.Q)
 
     def __call__(self, tokens: Tensor, attend: Attend) -> Tensor:
