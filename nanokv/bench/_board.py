@@ -82,6 +82,7 @@ class Board:
 
     @property
     def origin(self) -> str:
+        """Which model, when, and on what machine."""
         f = self.facts
         return f"{f['model']} in {f['dtype']}, seed {f['seed']}, {f['date']}, on {f['machine']}"
 
