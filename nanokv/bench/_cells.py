@@ -3,6 +3,7 @@
 A prompt is read once for all cells (its exact prefill is no policy's own), and each answers from what it kept.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,6 +73,12 @@ def cells(model: Transformer, policies: Sequence[str], budgets: Sequence[int], d
         yield cell
 
 
+def print_notes(every: Sequence[Cell]) -> None:
+    """What their policies have to say to the user, once each, on stderr."""
+    for note in dict.fromkeys(c.engine.policy.note for c in every if c.engine and c.engine.policy.note):
+        print(note, file=sys.stderr)
+
+
 def read(every: Sequence[Cell], tokens: Sequence[int], max_new: int) -> list[tuple[Cell, Tensor]]:
     """Let the cells that can read a prompt -> each with the logits of its last token."""
     for cell in every:
@@ -85,12 +92,8 @@ def read(every: Sequence[Cell], tokens: Sequence[int], max_new: int) -> list[tup
         for cell in together:
             cell.attempt(lambda: cell.engine.reset(len(tokens), max_new))
         together = []
-    read = []
-    for cell in able:
-        own = logits if cell in together else cell.attempt(lambda: cell.engine.extend(tokens))
-        if not cell.failed:
-            read.append((cell, own))
-    return read
+    last = [(cell, logits if cell in together else cell.attempt(lambda: cell.engine.extend(tokens))) for cell in able]
+    return [(cell, own) for cell, own in last if not cell.failed]
 
 
 def answers(every: Sequence[Cell], question: Question, tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -9,13 +9,12 @@ be asked (`--question`).
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 
 from nanokv import load
 from nanokv.bench import table
-from nanokv.bench._cells import Cell, ask, cells, grid
+from nanokv.bench._cells import Cell, ask, cells, grid, print_notes
 from nanokv.bench._haystack import KINDS, Prompt, prompts
 from nanokv.bench._output import Finished, add_resume, panels, reported
 from nanokv.bench._policies import at_least, called, numbers, parsed, parser
@@ -85,8 +84,7 @@ def main(argv: Sequence[str]) -> int:
     with usage():
         asked = prompts(tokenizer, args.prompts, args.lengths, args.kind, args.question, args.seed)
     every = list(cells(model, args.policies, args.budgets, args.set))
-    for note in dict.fromkeys(c.engine.policy.note for c in every if c.engine and c.engine.policy.note):
-        print(note, file=sys.stderr)
+    print_notes(every)
     lengths = " and ".join(map(str, args.lengths))
     print(f"found of {len(asked)}, {args.kind}, {lengths} tokens, the question {args.question} the text\n", flush=True)
     facts = {"kind": args.kind, "question": args.question, "lengths": args.lengths}

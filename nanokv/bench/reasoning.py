@@ -5,18 +5,18 @@ also choose well while decoding: among its prompt and its own words. Every line 
 stands before it, and an answer counts up to its first wrong line (`right`, and `share`, of all there is to say). `anywhere`
 is the share of the lines that it says at all, in whatever order. `full` is the control: where it errs, the model does.
 counter     a number that grows by one with every step: all that is needed stands in the last line
+rota        days that are counted and names that take turns: it takes the last few lines
 copy        a numbered list of sentences, word for word once more: every line is needed once, long after it was read
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import Random
 
 from nanokv import load
-from nanokv.bench._cells import Cell, ask, cells
+from nanokv.bench._cells import Cell, ask, cells, print_notes
 from nanokv.bench._haystack import FILL, sentences
 from nanokv.bench._output import Finished, add_resume, figure, reported
 from nanokv.bench._policies import at_least, called, parsed, parser
@@ -51,7 +51,13 @@ def counter(rng: Random) -> Task:
     return Task((f"Step {i}: the counter shows {first + i}." for i in count(1)), 5, lambda lines: "")
 
 
-KINDS: dict[str, Callable[[Random], Task]] = {"counter": counter, "copy": copy}
+def rota(rng: Random, n: int = 3) -> Task:
+    """Days that are counted, and n names that take turns."""
+    first, names = rng.randrange(10, 100), rng.sample(FILL["name"], n)
+    return Task((f"Day {first + i}: {names[i % n]} keeps the watch." for i in count()), 3 * n, lambda lines: "")
+
+
+KINDS: dict[str, Callable[[Random], Task]] = {"counter": counter, "rota": rota, "copy": copy}
 
 
 @dataclass(frozen=True)
@@ -138,8 +144,7 @@ def main(argv: Sequence[str]) -> int:
     model, tokenizer = load(args.model, args.dtype)
     asked = [puzzle(tokenizer, kind, args.tokens, Random(f"{kind} {args.seed} {i}")) for kind in args.kinds for i in range(args.prompts)]
     every = list(cells(model, args.policies, args.budgets, args.set))
-    for note in dict.fromkeys(c.engine.policy.note for c in every if c.engine and c.engine.policy.note):
-        print(note, file=sys.stderr)
+    print_notes(every)
     sizes = {kind: sum(len(p.lines) for p in asked if p.kind == kind) for kind in args.kinds}
     print("; ".join(f"{kind}: {n} lines in {args.prompts} answers of about {args.tokens} tokens" for kind, n in sizes.items()), "\n", flush=True)
     with reported("reasoning", args, draw, tokens=args.tokens, prompts=args.prompts, lines=sizes) as found:
