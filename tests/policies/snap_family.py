@@ -68,11 +68,20 @@ class NearTie(Exception):
 
 
 def check_cut(ranks: list[tuple], cut: int) -> None:
-    """Sorted ranks (class, number, ...): NearTie if the cut falls between numbers that are almost equal."""
+    """Sorted ranks (class, number, ...): NearTie if the cut falls between numbers that are almost equal.
+
+    Equal means of other terms are one too: float32 rounds a sum by the order in which it is taken.
+    """
     if 0 < cut < len(ranks):
         (a, x), (b, y) = ranks[cut - 1][:2], ranks[cut][:2]
-        if a == b and 0 < abs(x - y) < 1e-6:
+        if a == b and abs(x - y) < 1e-6 and (x != y or getattr(x, "terms", 0) != getattr(y, "terms", 0)):
             raise NearTie
+
+
+class Mean(float):
+    """A mean that knows what it is the mean of."""
+
+    terms: list[float]
 
 
 class Layer:
@@ -121,7 +130,9 @@ class Layer:
         r, out = self.p.kernel // 2, []
         for n in range(len(votes)):
             near = votes[max(n - r, 0) : n + r + 1]
-            out.append(max(near) if self.p.pooling == "max" else sum(near) / self.p.kernel)
+            out.append(max(near) if self.p.pooling == "max" else Mean(sum(near) / self.p.kernel))
+            if self.p.pooling == "avg":
+                out[-1].terms = near
         return out
 
     def ranks(self, h: int) -> list[tuple]:
