@@ -189,8 +189,8 @@ def planned(o: argparse.Namespace) -> int:
 
 
 def run(o: argparse.Namespace) -> int:
-    if o.context or o.weights != "native":
-        raise UsageError("--context and --weights go with --plan")
+    if o.context:
+        raise UsageError("--context goes with --plan")
     prompt = prompt_text(o)
     if o.system is not None and o.raw:
         raise UsageError("--system does not go with --raw")
@@ -219,14 +219,14 @@ def run(o: argparse.Namespace) -> int:
     if o.threads:
         torch.set_num_threads(o.threads)
     start = perf_counter()
-    source = find(o.model, o.dtype, str(device), read=not o.random_weights)
+    source = find(o.model, o.dtype, str(device), read=not o.random_weights, weights=o.weights)
     if o.random_weights:
         note("random weights: memory and speed are real, the text is noise")
     tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
     if max(ids) >= source.config.vocab_size:
         raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {source.config.vocab_size}")
-    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, source.dtype.itemsize)
+    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, source.dtype.itemsize, o.weights)
     if problem := verdict(plan, limit):
         print(table(plan), file=sys.stderr)
         raise MemoryError(problem)

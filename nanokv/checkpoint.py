@@ -191,7 +191,7 @@ def filled(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | t
 def _codes(weights: Weights, name: str, place: str, form: str, device: str | torch.device) -> Codes:
     """A tensor as codes: its file's own, if they are of the wanted width, else the nearest ones."""
     bits = bits_of(place, form)
-    own = weights.codes(name, bits) if form == "int4" and isinstance(weights, GGUF) else None
+    own = weights.codes(name) if bits == 4 and isinstance(weights, GGUF) else None
     codes = own or Codes.of(_value(weights, name), bits)
     return Codes(*(x if x is None else x.to(device) for x in codes))
 

@@ -88,22 +88,18 @@ class GGUF:
             raise ValueError(f"tensor {name} is stored as {kind.name}, which is not supported") from error
         return self._unpermuted(name, values)
 
-    def codes(self, name: str, bits: int) -> Codes | None:
-        """The file's own codes of a tensor, if they have so many bits: Q4_0 and Q4_1 with 4, Q8_0 with 8."""
+    def codes(self, name: str) -> Codes | None:
+        """The file's own codes of a tensor, if they have 4 bits: Q4_0 and Q4_1."""
         shape, kind, start, size = self._tensors[name]
-        if (kind.name, bits) not in (("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)):
+        if kind.name not in ("Q4_0", "Q4_1"):
             return None
         raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=start).view(*shape[:-1], shape[-1] // 32, -1)
-        ends = 4 if kind.name == "Q4_1" else 2  # bytes before the codes: scale, and in Q4_1 the smallest weight
+        ends = raw.shape[-1] - 16  # bytes before the codes: the scale, and in Q4_1 the smallest weight
         numbers, codes = raw[..., :ends].contiguous().view(torch.float16).float(), raw[..., ends:]
-        scale, zero = numbers[..., 0], None
-        if bits == 8:
-            codes = codes.contiguous().view(torch.int8)
-        else:
-            codes = (torch.cat((codes & 15, codes >> 4), -1).view(torch.int8)) - 8
-            zero = numbers[..., 1] + 8 * scale if ends == 4 else torch.zeros_like(scale)
-        parts = codes.flatten(-2), scale, zero
-        return Codes(*(x if x is None else self._unpermuted(name, x) for x in parts))
+        scale = numbers[..., 0]
+        zero = numbers[..., 1] + 8 * scale if kind.name == "Q4_1" else torch.zeros_like(scale)
+        signed = torch.cat((codes & 15, codes >> 4), -1).view(torch.int8) - 8
+        return Codes(*(self._unpermuted(name, x) for x in (signed.flatten(-2), scale, zero)))
 
     def config(self) -> dict[str, Any]:
         """The model's shape in the words of a `config.json`. Raises ValueError for what has none."""

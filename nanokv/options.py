@@ -139,7 +139,7 @@ def add_memory_options(p: Parser) -> None:
     add("--memory", metavar="SIZE", help="refuse to start if more than this would be needed, such as 24GiB (default: what the machine has)")
     add("--plan", action="store_true", help="say what a run would take, and whether it fits, without reading weights")
     add("--context", type=positive, metavar="N", help="with --plan: tokens of prompt and answer together")
-    add("--weights", default="native", choices=("native", "int8", "int4"), help="with --plan: how the weights are kept")
+    add("--weights", default="native", choices=("native", "int8", "int4"), help="how the matrices are kept: as they are, or as codes of 8 or 4 bits (default: %(default)s)")
     add("--random-weights", action="store_true", help="a model's real size with random weights, which need not be there: the text is noise")
 
 

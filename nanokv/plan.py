@@ -14,14 +14,14 @@ import torch
 from .memory import Prefill, kv_bytes, plan_prefill
 from .model import ModelConfig
 from .policy import Policy
+from .quantize import BITS, GROUP
 
 ENDLESS = 1 << 34  # tokens: as good as any length
 ALL_THERE_IS = 1 << 62  # bytes
 
-# Bytes a number of the layers' matrices takes, and one of the embedding and the head.
-FORMATS = {
-    "int8": (1.0, 1.0, "8 bits a weight, a scale per row"),
-    "int4": (0.5 + 4 / 64, 1.0, "layers: 4 bits a weight and a 16-bit scale and zero for every 64 (4.5 bits); embedding and head: 8 bits"),
+REMARKS = {
+    "int8": "8 bits a weight, a 16-bit scale per row",
+    "int4": f"layers: 4 bits a weight, a 16-bit scale and zero for every {GROUP} ({4 + 32 / GROUP:.0f} bits); embedding and head: 8 bits",
 }
 
 
@@ -63,14 +63,20 @@ def available(device: torch.device = torch.device("cpu")) -> int:
 
 def weight_bytes(c: ModelConfig, weights: str, itemsize: int) -> int:
     """The weights, `native` (itemsize bytes a number), int8 or int4; a tied head is counted once."""
-    table = c.vocab_size * c.dim * (1 if c.tied else 2)
-    attention = c.dim * (c.n_heads + 2 * c.n_kv_heads) * c.head_dim + c.n_heads * c.head_dim * c.dim
-    matrices = c.n_layers * (attention + 3 * c.dim * c.ffn_dim)
-    norms = (c.n_layers * (2 * c.dim + 2 * c.head_dim * c.qk_norm) + c.dim) * itemsize
-    if weights == "native":
-        return (table + matrices) * itemsize + norms
-    layer, outer, _ = FORMATS[weights]
-    return int(matrices * layer + table * outer) + norms
+    attend, dim = c.n_heads * c.head_dim, c.dim
+    kv = c.n_kv_heads * c.head_dim
+    layer = [(attend + 2 * kv, dim, c.qkv_bias), (dim, attend, c.o_bias), (2 * c.ffn_dim, dim, c.mlp_bias), (dim, c.ffn_dim, c.mlp_bias)]
+    ends = (1 if c.tied else 2) * _matrix_bytes(c.vocab_size, dim, 8 if weights in BITS else None, itemsize)
+    matrices = sum(_matrix_bytes(N, K, BITS.get(weights), itemsize) + N * bias * itemsize for N, K, bias in layer)
+    norms = (c.n_layers * (2 * dim + 2 * c.head_dim * c.qk_norm) + dim) * itemsize
+    return c.n_layers * matrices + ends + norms
+
+
+def _matrix_bytes(N: int, K: int, bits: int | None, itemsize: int) -> int:
+    """A matrix [N, K] as numbers (bits None), as codes with a scale a row, or as codes with a scale and a zero a group."""
+    if bits is None:
+        return N * K * itemsize
+    return N * K + 2 * N if bits == 8 else N * K // 2 + 4 * N * -(-K // GROUP)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Plan:
         per_token = kv_bytes(c, 1, self.itemsize)
         rows = self.policy.plan(c.n_layers, self.prompt, self.new)
         mean = sum(rows) / len(rows)
-        remark = f"{FORMATS[self.weights][2]}" if self.weights in FORMATS else f"{8 * self.itemsize} bits a weight"
+        remark = REMARKS.get(self.weights, f"{8 * self.itemsize} bits a weight")
         full = kv_bytes(c, tokens, self.itemsize)
         read = sum(self.policy.reads(layer, n, tokens) for layer, n in enumerate(rows)) / c.n_layers
         return [

@@ -5,8 +5,8 @@ activations go through a kernel that multiplies the codes as it reads them, and 
 dominates, through dense weights that are made for one matrix at a time.
 
     int8   codes of 8 bits, a scale for every row
-    int4   codes of 4 bits, a scale and a zero for every GROUP columns; embedding and head keep 8 bits
-A GGUF's own codes (Q4_0, Q4_1, and Q8_0 for embedding and head) go in unchanged, their scales as bfloat16.
+    int4   codes of 4 bits, a scale and a zero for every GROUP columns; embedding and head keep 8 bits, as in int8
+A GGUF's own codes of 4 bits (Q4_0, Q4_1) go in unchanged, their scales as bfloat16.
 """
 
 from collections.abc import Sequence
@@ -104,19 +104,6 @@ class Int4(Coded):
         return Codes(codes, *self.scale.transpose(0, 1).unbind(-1)).rows(dtype)
 
 
-class Planes(nn.Module):
-    """8 bits with a scale per GROUP columns, as two planes of 4: code = 16 high + low. As exact as its scales."""
-
-    def __init__(self, matrix: Codes):
-        super().__init__()
-        codes, d = matrix.codes, matrix.scale.float()
-        self.high = Int4(Codes(codes >> 4, 16 * d, torch.zeros_like(d)))
-        self.low = Int4(Codes((codes & 15) - 8, d, 8 * d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.high(x) + self.low(x)
-
-
 class Embedding(nn.Module):
     """A table [V, dim] of codes: the rows of tokens [S], as weights [S, dim] in `dtype`."""
 
@@ -131,13 +118,10 @@ class Embedding(nn.Module):
 def linear(matrix: Codes, bits: int, bias: Tensor | None = None) -> nn.Module:
     """The fastest layer that can hold these codes."""
     (N, K), groups = matrix.codes.shape, matrix.scale.shape[1]
-    if matrix.codes.device.type != "cpu":
-        return Coded(matrix, bias)
-    if bits == 8 and groups == 1:
+    if matrix.codes.device.type == "cpu" and bits == 8:
         return Int8(matrix, bias)
-    if N % BLOCK or groups * GROUP != K:
-        return Coded(matrix, bias)
-    return Int4(matrix, bias) if bits == 4 else Planes(matrix)
+    whole = N % BLOCK == 0 and groups * GROUP == K
+    return (Int4 if matrix.codes.device.type == "cpu" and whole else Coded)(matrix, bias)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -463,6 +463,12 @@ def test_a_run_that_does_not_fit_is_refused_before_the_weights_are_read(run, mon
         run("hello", "--policy", "window", "--sink", "2", "--budget", str(budget), "--memory", "2MB")
 
 
+def test_weights_of_few_bits_answer_too(run):
+    for form in ("int8", "int4"):
+        code, out, err = run("hello", "--weights", form, "-n", "4", "--json", "--raw")
+        assert (code, err) == (0, "") and json.loads(out)["usage"]["new_tokens"] == 4
+
+
 def test_random_weights_of_a_directory_speak_with_its_tokenizer(run, tmp_path):
     (write_checkpoint(tmp_path) / "model.safetensors").unlink()
     code, out, err = run("zzz", "--random-weights", "-n", "3", "--json", "--raw", model=tmp_path)

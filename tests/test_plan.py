@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nanokv import make
 from nanokv.config import read_config
+from nanokv.model import ModelConfig
 from nanokv.models import architecture, names
+from nanokv.noise import random_model
 from nanokv.plan import ENDLESS, Plan, human, largest_budget, longest, size, verdict, weight_bytes
 
 GiB = 1 << 30
@@ -32,6 +35,15 @@ def test_no_size(text):
 ])  # fmt: skip
 def test_the_figures_people_quote(model, tokens, gib):
     assert plan(model, tokens).prefill.pools == gib * GiB
+
+
+@pytest.mark.parametrize("form", ("native", "int8", "int4"))
+@pytest.mark.parametrize("options", (dict(tied=True), dict(qkv_bias=True, qk_norm=True), dict(o_bias=True, mlp_bias=True)))
+def test_weights_take_what_is_planned_to_the_byte(form, options):
+    c = ModelConfig(vocab_size=128, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=192, **options)
+    model = random_model(c, torch.bfloat16, form=form)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (*model.parameters(), *model.buffers())}
+    assert sum(storages.values()) == weight_bytes(c, form, 2)
 
 
 def test_every_registered_architecture_has_about_the_parameters_in_its_name():
