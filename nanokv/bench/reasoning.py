@@ -121,12 +121,12 @@ def draw(path: str, rows: list[dict]) -> None:
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
-    p = parser("reasoning", __doc__, "48,64,128,256")
+    p = parser("reasoning", __doc__, "48,96,192")
     p.add_argument("--kinds", default=",".join(KINDS), help="(default: %(default)s)")
     p.add_argument("--prompts", type=int, default=3, help="of each kind (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=200, help="of a right answer, or a few more (default: %(default)s)")
     add_resume(p)
-    args = parsed(p, argv, {"prompts": 1, "tokens": 120, "budgets": "64,128"})
+    args = parsed(p, argv, {"prompts": 1, "tokens": 120, "budgets": "48,96"})
     args.kinds = args.kinds.split(",")
     for kind in args.kinds:
         if kind not in KINDS:
