@@ -8,11 +8,11 @@ import torch
 from nanokv.bench.__main__ import main
 
 pytestmark = pytest.mark.slow
-POLICIES = ["--policies", "full,window,streaming_llm,h2o,snapkv,adakv,quest,rkv"]
+POLICIES = ["--policies", "full,streaming_llm,h2o,adakv,quest"]
 RUNS = {
     "needle": ["--prompts", "2", "--lengths", "300", "--budgets", "96", *POLICIES],
-    "perplexity": ["--tokens", "160", "--budgets", "64", *POLICIES],
-    "reasoning": ["--kinds", "copy", "--prompts", "1", "--tokens", "60", "--budgets", "96", *POLICIES],
+    "perplexity": ["--tokens", "80", "--budgets", "48", *POLICIES],
+    "reasoning": ["--kinds", "copy", "--prompts", "1", "--tokens", "30", "--budgets", "96", *POLICIES],
 }
 
 
