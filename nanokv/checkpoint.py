@@ -175,7 +175,7 @@ def filled(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | t
     coded = coded_places(model) if form in BITS else []
     for place in ours:
         if place not in coded:
-            parameter = torch.empty(ours[place].shape, dtype=dtype, device=device)
+            parameter = _empty(ours[place].shape, dtype, device)
             for name, rows in places[place]:
                 parameter[rows].copy_(_value(weights, name))
             owner, _, kind = place.rpartition(".")
@@ -186,6 +186,12 @@ def filled(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | t
         parts = [_codes(weights, name, place, form, device) for name, _ in places[place]]
         put(model, place, Codes.stacked(parts), form, dtype)
     return model.eval()
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """Memory for a parameter. A matrix in float32 is stored column by column, which a CPU multiplies by one row up to twice as fast."""
+    columns = len(shape) == 2 and dtype == torch.float32 and torch.device(device).type == "cpu"
+    return torch.empty(shape[::-1], dtype=dtype, device=device).t() if columns else torch.empty(shape, dtype=dtype, device=device)
 
 
 def _codes(weights: Weights, name: str, place: str, form: str, device: str | torch.device) -> Codes:
