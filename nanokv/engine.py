@@ -214,9 +214,8 @@ class Engine(Memory):
                 return attend_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale), None
             out, probs = watch_slots(q, kv.keys, kv.values, kv.mask(pos), self.scale)
             return out, kv.by_slot(probs)
-        keys, values = kv.gather(chosen, self.policy.page)
-        live = (kv.pos.gather(1, chosen) >= 0)[:, None]
-        return attend_slots(q, keys, values, live, self.scale), None
+        keys, values, live = kv.gather(chosen, self.policy.page)
+        return attend_slots(q, keys, values, live[:, None], self.scale), None
 
     # ---- generation ----
 

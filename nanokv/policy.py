@@ -44,7 +44,7 @@ class Policy:
     interval: ClassVar[int] = 1  # how many slots are freed at a time
     heads: ClassVar[str] = "uniform"  # "adaptive": the heads of a layer share its rows by need
 
-    page: ClassVar[int] = 1  # read() names slots in aligned runs of so many neighbours
+    page: ClassVar[int] = 1  # read() names runs of so many neighbouring slots: run 0 begins at slot 0, run 1 at slot `page`
 
     # What observe() is shown: "" nothing, "queries" q alone, "probs" q and the attention it paid. You pay
     # only for what you declare.
@@ -174,7 +174,7 @@ class Policy:
         """Slots were just filled, or some were just freed: adjust what depends on who is there."""
 
     def read(self, kv: Slots, q: Tensor) -> Tensor | None:
-        """Slots [H, K] that queries q [H, G, S, D] may attend to; None: all that are live."""
+        """Runs [H, n] of `page` neighbouring slots that queries q [H, G, S, D] may attend to; None: all that are live."""
         return None
 
 

@@ -134,15 +134,18 @@ class Slots:
         """Pool rows of slots [H, K] -> [H, K]."""
         return self.base[:, None] + slots
 
-    def gather(self, slots: Tensor, run: int = 1) -> tuple[Tensor, Tensor]:
-        """K and V of slots [H, K], and of no other: two tensors [H, K, D].
+    def held(self, runs: Tensor, run: int) -> Tensor:
+        """The tokens in runs [H, n] of `run` neighbouring slots each, or EMPTY: [H, n * run]."""
+        return self.pos.view(-1, run).index_select(0, (runs + self.offset // run).view(-1)).view(len(runs), -1)
 
-        run: the slots come in aligned runs of so many neighbours, which are copied as one piece each.
+    def gather(self, runs: Tensor, run: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V [H, n * run, D] of runs [H, n] of `run` neighbouring slots each, and of no other; which of them live [H, n * run].
+
+        Only where all shares are equal: then a slot's entry is its pool row.
         """
-        (H, K), D = slots.shape, self.k.shape[1]
-        pieces = (self.rows(slots[:, ::run]) // run).view(-1)
-        k, v = (x.view(-1, run * D).index_select(0, pieces).view(H, K, D) for x in (self.k, self.v))
-        return k, v
+        H, at = len(runs), (runs + self.offset // run).view(-1)
+        k, v, pos = (x.view(len(x) // run, -1).index_select(0, at) for x in (self.k, self.v, self.pos.view(-1)))
+        return k.view(H, -1, self.k.shape[1]), v.view(H, -1, self.v.shape[1]), (pos >= 0).view(H, -1)
 
     # ---- decode: in place, no allocation in proportion to the slots, no host sync ----
 

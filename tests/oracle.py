@@ -99,7 +99,7 @@ class Witness:
             if chosen is not None:
                 p, live = self.notes[kv.layer].pop()
                 assert q.shape[2] == 1, "sparse reading is noted for one query at a time"
-                self._note(kv, p, kv.pos.long().gather(1, chosen))
+                self._note(kv, p, kv.held(chosen, policy.page).long())
             return chosen
 
         object.__setattr__(policy, "read", note_read)  # frozen, but a test may

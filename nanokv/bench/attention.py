@@ -42,7 +42,7 @@ class Recorded:
 
     def __init__(self, model: Transformer, tokens: Tensor):
         """tokens [N]: the text; it is read here, in one piece, with full attention."""
-        self.model, self.config, self.embed, self.tokens = model, model.config, model.embed, tokens
+        self.model, self.config, self.like, self.tokens = model, model.config, model.like, tokens
         self.layers: list[list[Tensor]] = [[] for _ in range(model.config.n_layers)]  # q [H, G, N, D], k v [H, N, D] before RoPE
         engine = Engine(self, Full())
         engine.reset(len(tokens), 0)
@@ -118,7 +118,7 @@ class Replayed:
     """A recorded text, read again one token a step by the slots of a policy; to their engine it is the model."""
 
     def __init__(self, text: Recorded, policy: Policy):
-        self.text, self.config, self.embed = text, text.config, text.embed
+        self.text, self.config, self.like = text, text.config, text.like
         self.engine = Engine(self, policy)
         self.lost = torch.zeros(text.config.n_layers, dtype=torch.float64)
 
@@ -146,8 +146,9 @@ class Replayed:
         """The part of row i that went to tokens which are not live, or not read: mean over heads."""
         kv, (q, k) = self.engine.slots[layer], self.text.turned[layer]
         q = q[:, :, i : i + 1]
-        chosen = self.engine.policy.read(kv, q)
-        pos = (kv.pos if chosen is None else kv.pos.gather(1, chosen)).long()
+        policy = self.engine.policy
+        chosen = policy.read(kv, q)
+        pos = (kv.pos if chosen is None else kv.held(chosen, policy.page)).long()
         _, probs = next(watch_prompt(q, k[:, : i + 1], 1, self.text.scale, 1))  # [H, G, 1, i + 1]
         here = torch.zeros(len(pos), i + 2, dtype=torch.bool, device=pos.device)  # the last column takes the empty ones
         here.scatter_(1, pos.masked_fill(pos < 0, i + 1), True)

@@ -40,7 +40,7 @@ def reads(of: Callable[[Slots], bool] = lambda kv: True) -> Iterator[list[list[s
     def spy(self: Quest, kv: Slots, q: Tensor) -> Tensor | None:
         chosen = original(self, kv, q)
         if of(kv):
-            pos = kv.pos if chosen is None else kv.pos.gather(1, chosen)
+            pos = kv.pos if chosen is None else kv.held(chosen, self.page)
             seen.append([set(head) - {-1} for head in pos.tolist()])
         return chosen
 
@@ -158,8 +158,8 @@ def test_what_is_not_chosen_is_not_touched():
     def spoiled(self: Quest, kv: Slots, q: Tensor) -> Tensor | None:
         chosen = original(self, kv, q)
         if chosen is not None:
-            assert chosen.shape == (2, 8), "as many rows as the budget, at any length"
-            rest = torch.ones(2, kv.width, dtype=torch.bool).scatter_(1, chosen, False).view(-1)
+            assert chosen.shape == (2, 4), "as many rows as the budget, at any length"
+            rest = torch.ones(2, kv.width // 2, dtype=torch.bool).scatter_(1, chosen, False).repeat_interleave(2, 1).view(-1)
             kv.k[rest] = kv.v[rest] = torch.nan
             sparse[0] += int(rest.sum())
         return chosen
