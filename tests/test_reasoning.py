@@ -8,7 +8,7 @@ from conftest import tiny
 
 from nanokv.bench import _cells, reasoning
 from nanokv.bench.__main__ import main
-from nanokv.bench.reasoning import KINDS, Puzzle, puzzle
+from nanokv.bench.reasoning import EASY, KINDS, Puzzle, puzzle
 from nanokv.loading import Bytes
 from nanokv.tokenizer import Tokenizer
 
@@ -49,6 +49,17 @@ def test_copying_shows_the_whole_list_and_begins_it_again():
     assert all(line in story for line in p.lines) and again.startswith("1. ") and again.count("\n") == 1 and again.strip() in story
 
 
+def test_a_chain_is_right_sums():
+    p, text = made("chain")
+    values = {"x0": int(text.split("\n")[0].removeprefix("x0 = "))}
+    for line in text.strip().split("\n")[1:] + p.lines:
+        name, sum_, value = line.split(" = ")
+        before, step = sum_.split(" + ")
+        values[name] = values[before] + int(step)
+        assert values[name] == int(value)
+    assert len(values) == 7 + len(p.lines)
+
+
 # ---- the command line ----
 
 ARGV = "--budgets 16,48 --policies full,window,snapkv --set snapkv.window=16 --prompts 2 --tokens 20".split()
@@ -69,9 +80,9 @@ def test_every_kind_policy_and_budget_has_its_row(small, capsys):
     found = run(capsys, *ARGV)
     assert [(r["policy"], r["budget"]) for r in found["rows"] if r["measure"] == "copy"] == [
         ("full", None), ("window", 16), ("window", 48), ("snapkv", 16), ("snapkv", 48)]
-    assert [r["measure"] for r in found["rows"]] == [kind for kind in KINDS for _ in range(5)]
+    assert [r["measure"] for r in found["rows"]] == [kind for kind in EASY for _ in range(5)]
     failed = [r for r in found["rows"] if "failed" in r]
-    assert [(r["policy"], r["budget"]) for r in failed] == [("snapkv", 16)] * len(KINDS) and failed[0]["right"] is None
+    assert [(r["policy"], r["budget"]) for r in failed] == [("snapkv", 16)] * len(EASY) and failed[0]["right"] is None
     assert all(r["lines"] == [0, 0] and r["share"] == 0 for r in found["rows"] if r not in failed), "a random model says nothing right"
     assert all(r["kv_bytes"] == r["kv_bytes_planned"] for r in found["rows"] if r not in failed)
     assert run(capsys, *ARGV) == found
@@ -100,7 +111,7 @@ def test_an_interrupted_run_says_what_it_had_and_can_be_resumed(small, capsys, m
     monkeypatch.setattr(_cells, "answers", interrupted)
     resume = ["--resume", str(tmp_path / "run")]
     found = run(capsys, *ARGV, *resume, code=130)
-    assert not found["complete"] and [len(r["lines"]) for r in found["rows"] if r["policy"] == "full"] == [1] + [0] * (len(KINDS) - 1)
+    assert not found["complete"] and [len(r["lines"]) for r in found["rows"] if r["policy"] == "full"] == [1] + [0] * (len(EASY) - 1)
     whole = run(capsys, *ARGV, *resume)
     assert whole["complete"] and calls == ["counter"] * 3 + ["rota"] * 2 + ["copy"] * 2
     assert all(len(r["lines"]) == 2 for r in whole["rows"] if r["policy"] == "full")
@@ -114,4 +125,4 @@ def test_mistakes_are_the_users(small, capsys, wrong, said):
 def test_shares_are_drawn(small, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     run(capsys, *ARGV, "--prompts", "1", "--plot", str(tmp_path / "shares.svg"))
-    assert (tmp_path / "shares.svg").read_text().count("<!-- snapkv -->") == len(KINDS)
+    assert (tmp_path / "shares.svg").read_text().count("<!-- snapkv -->") == len(EASY)

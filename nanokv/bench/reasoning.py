@@ -7,6 +7,7 @@ is the share of the lines that it says at all, in whatever order. `full` is the 
 counter     a number that grows by one with every step: all that is needed stands in the last line
 rota        days that are counted and names that take turns: it takes the last few lines
 copy        a numbered list of sentences, word for word once more: every line is needed once, long after it was read
+chain       variables, each the one before it plus one of a few numbers in turn: arithmetic; only for a model that can do it
 """
 
 import argparse
@@ -57,7 +58,21 @@ def rota(rng: Random, n: int = 3) -> Task:
     return Task((f"Day {first + i}: {names[i % n]} keeps the watch." for i in count()), 3 * n, lambda lines: "")
 
 
-KINDS: dict[str, Callable[[Random], Task]] = {"counter": counter, "rota": rota, "copy": copy}
+def chain(rng: Random, n: int = 3) -> Task:
+    """Variables, each from the one before it."""
+    first, steps = rng.randrange(10, 100), rng.sample(range(2, 10), n)
+
+    def lines() -> Lines:
+        value = first
+        for i in count(1):
+            value += (step := steps[i % n])
+            yield f"x{i} = x{i - 1} + {step} = {value}"
+
+    return Task(lines(), 2 * n, lambda _: f"x0 = {first}\n")
+
+
+KINDS: dict[str, Callable[[Random], Task]] = {"counter": counter, "rota": rota, "copy": copy, "chain": chain}
+EASY = ("counter", "rota", "copy")  # what a small model can do with the full cache
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,7 @@ def draw(path: str, rows: list[dict]) -> None:
 def options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
     p = parser("reasoning", __doc__, "48,96,192")
-    p.add_argument("--kinds", default=",".join(KINDS), help="(default: %(default)s)")
+    p.add_argument("--kinds", default=",".join(EASY), help=f"some of {', '.join(KINDS)} (default: %(default)s)")
     p.add_argument("--prompts", type=int, default=3, help="of each kind (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=200, help="of a right answer, or a few more (default: %(default)s)")
     add_resume(p)
