@@ -84,8 +84,10 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
 def watch_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """As `attend_slots`, and how it came about: (answer, probabilities [H, G, S, N] in float32)."""
     H, G, S, D = q.shape
-    rows = (q * scale).reshape((H, G * S, D) if k.dim() == 3 else (H * G * S, D))
-    logits = (rows @ k.mT).view(H, G, S, -1).float()
-    probs = logits.masked_fill_(~mask[:, None], -torch.inf).softmax(-1)
-    out = probs.to(v.dtype).view(*rows.shape[:-1], -1) @ v
-    return out.view(H, G, S, D), probs
+    unread = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[:, None].expand(-1, G, -1, -1)  # added: 0, or no weight at all
+    if k.dim() == 3:
+        logits = torch.baddbmm(unread.flatten(1, 2), q.reshape(H, G * S, D), k.mT, alpha=scale)
+    else:
+        logits = torch.addmm(unread.flatten(0, 2), q.reshape(H * G * S, D), k.mT, alpha=scale)
+    probs = logits.float().softmax(-1)
+    return (probs.to(v.dtype) @ v).view(H, G, S, D), probs.view(H, G, S, -1)

@@ -51,17 +51,17 @@ class Scissorhands(Scoring):
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
         H, G, S, K = probs.shape
         held, bits = kv.pos[:, None, :K], kv.marks["low"][:, :K]  # [H, 1, K], [H, K, G, bytes]
-        seen = (held >= 0) & (held <= pos[:, None])  # [H, S, K]: not by a row older than the token
         byte, bit = pos % self.history // 8, (1 << pos % self.history % 8).byte()  # each row's place in the ring
+        if S == 1:  # a step touches one byte of every slot; all that live are in its sight, and no other's bits mean anything
+            low, old = probs < self._fair(probs, held >= 0, pos), bits.index_select(3, byte)
+            bits.index_copy_(3, byte, torch.where(low.transpose(1, 3)[:, :, 0, :, None], old | bit, old & ~bit))
+            return
+        seen = (held >= 0) & (held <= pos[:, None])  # [H, S, K]: not by a row older than the token
         low = ((probs < self._fair(probs, seen, pos)) & seen[:, None]) * bit[:, None]  # [H, G, S, K]
-        if S > 1:  # a text: its rows share bytes, and add up
-            low = low.new_zeros(H, G, bits.shape[3], K).index_add_(2, byte, low)
-            bit = bit.new_zeros(bits.shape[3]).index_add_(0, byte, bit)
-        low = low.flatten(0, 2).mT.contiguous().view(K, H, G, -1).transpose(0, 1)  # (a flat transposition is the fast one)
-        if S > 1:
-            bits.bitwise_and_(~bit).bitwise_or_(low)
-        else:  # a step touches one byte of every slot
-            bits.index_copy_(3, byte, bits.index_select(3, byte) & ~bit | low)
+        low = low.new_zeros(H, G, bits.shape[3], K).index_add_(2, byte, low)  # rows share bytes, and add up
+        bit = bit.new_zeros(bits.shape[3]).index_add_(0, byte, bit)
+        low = low.flatten(0, 2).mT.contiguous().view(K, H, G, -1)  # (a flat transposition is the fast one)
+        bits.bitwise_and_(~bit).bitwise_or_(low.transpose(0, 1))
 
     def _fair(self, probs: Tensor, seen: Tensor, pos: Tensor) -> Tensor:
         """What a token must reach in a row not to be low, broadcast to [H, G, S, K]."""
