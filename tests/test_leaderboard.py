@@ -116,8 +116,11 @@ def test_every_policy_is_measured_at_every_budget_and_a_second_run_says_the_same
             assert len(row["hits"]) == 2 and row["targets"] == 24 and row["ms"] > 0 and row["kv_bytes"] == row["kv_bytes_planned"]
     assert [note.split(":")[0] for note in found["notes"]] == ["window", "triattention"] and all(note in out for note in found["notes"])
     assert table.read_text() in out and out.count("| `h2o` |") == 1 and page.read_text().startswith("<!DOCTYPE html>")
-    again = untimed(run(capsys, "--policies", "full,h2o,rkv")[1]["rows"])
-    assert len(again) == 5 and all(row in untimed(found["rows"]) for row in again)
+    few, again = (untimed(run(capsys, "--policies", "full,h2o,rkv")[1]["rows"]) for _ in range(2))
+    assert few == again and len(few) == 5
+    for row in few:  # beside others, in a larger batch, sums may be rounded in another order
+        beside = rows[row["policy"], row["budget"]]
+        assert row["hits"] == beside["hits"] and abs(row["ppl"] / beside["ppl"] - 1) < 1e-4
 
 
 def test_an_interrupted_run_says_what_it_had_and_another_resumes_it(small, capsys, monkeypatch, tmp_path):
