@@ -52,12 +52,13 @@ class Scissorhands(Scoring):
         H, G, S, K = probs.shape
         held, bits = kv.pos[:, None, :K], kv.marks["low"][:, :K]  # [H, 1, K], [H, K, G, bytes]
         byte, bit = pos % self.history // 8, (1 << pos % self.history % 8).byte()  # each row's place in the ring
-        if S == 1:  # a step touches one byte of every slot; all that live are in its sight, and no other's bits mean anything
-            low, old = probs < self._fair(probs, held >= 0, pos), bits.index_select(3, byte)
-            bits.index_copy_(3, byte, torch.where(low.transpose(1, 3)[:, :, 0, :, None], old | bit, old & ~bit))
+        seen = ((held >= 0) & (held <= pos[:, None]))[:, None]  # [H, 1, S, K]: not by a row older than the token
+        low = (probs < self._fair(probs, seen, pos)) & seen  # [H, G, S, K]
+        if S == 1:  # a step touches one byte of every slot
+            low, old = low.transpose(1, 3)[:, :, 0, :, None], bits.index_select(3, byte)
+            bits.index_copy_(3, byte, torch.where(low, old | bit, old & ~bit))
             return
-        seen = (held >= 0) & (held <= pos[:, None])  # [H, S, K]: not by a row older than the token
-        low = ((probs < self._fair(probs, seen, pos)) & seen[:, None]) * bit[:, None]  # [H, G, S, K]
+        low = low * bit[:, None]
         low = low.new_zeros(H, G, bits.shape[3], K).index_add_(2, byte, low)  # rows share bytes, and add up
         bit = bit.new_zeros(bits.shape[3]).index_add_(0, byte, bit)
         low = low.flatten(0, 2).mT.contiguous().view(K, H, G, -1)  # (a flat transposition is the fast one)
@@ -65,10 +66,10 @@ class Scissorhands(Scoring):
 
     def _fair(self, probs: Tensor, seen: Tensor, pos: Tensor) -> Tensor:
         """What a token must reach in a row not to be low, broadcast to [H, G, S, K]."""
-        n = seen.sum(-1, keepdim=True, dtype=torch.int32)[:, None]  # tokens in sight [H, 1, S, 1]
+        n = seen.sum(-1, keepdim=True, dtype=torch.int32)  # tokens in sight [H, 1, S, 1]
         if self.threshold != "quantile":
             return 1 / n if self.threshold == "visible" else (1 / (pos + 1))[:, None]
-        ranked = probs.masked_fill(~seen[:, None], -1).sort(-1).values  # those out of sight come first
+        ranked = probs.masked_fill(~seen, -1).sort(-1).values  # those out of sight come first
         return ranked.gather(-1, (probs.shape[-1] - n + 9 * (n - 1) // 10).long().expand(*probs.shape[:3], 1))
 
     def score(self, kv: Slots) -> Tensor:
