@@ -4,7 +4,7 @@ The insight that makes it short: GGUF is another spelling of what a checkpoint d
 Once names, row order and metadata are translated, nothing else in the project knows the format.
 
 The header is read here and not by gguf's own reader, which makes one numpy array per word of the
-vocabulary: two seconds for the smallest model. The formats of the weights are gguf's.
+vocabulary: two seconds for the smallest model. The formats of the weights are gguf's, asked for when one is read.
 """
 
 import math
@@ -12,18 +12,28 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .files import brief, refuse_pointer, typed
-from .quantize import Codes
+from .later import Tensor, torch
+
+if TYPE_CHECKING:
+    from .quantize import Codes
 
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # GGUF's value types, as struct spells them
 STRING, ARRAY = 8, 9
 ROPE = "rope_freqs.weight"  # part of the config, not of the weights
+FORMATS = {  # of weights, by GGUF's number: name, numbers in a block, bytes of it
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
 PIECE = 2**18  # elements decoded at a time: stays in the processor's cache
 
 NAMES = {
@@ -52,52 +62,52 @@ class GGUF:
     """
 
     def __init__(self, path: Path):
-        self.path = path
-        self.metadata: dict[str, Any] = {}
+        self.path, state = path, path.stat()
+        self._size = state.st_size
         refuse_pointer(path)
-        with open(path, "rb") as file:
-            start = file.read(8)
-            if start[:4] != b"GGUF":
-                raise ValueError(f"{path} is not a GGUF file")
-            if start[4:] not in (b"\2\0\0\0", b"\3\0\0\0"):
-                raise ValueError(f"{path}: only little-endian GGUF of version 2 or 3 is supported")
-            # a private mapping is writable, as torch wants it, and never reaches the file
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
-            self._tensors = self._read_header()
+            self.metadata, tensors, end = _header(path, state.st_mtime_ns, state.st_size)
         except (struct.error, UnicodeDecodeError, KeyError) as error:
             raise self._cut_short("its header is damaged or does not end") from error
+        self._tensors = self._placed(tensors, end)
         self.shapes = {name: shape for name, (shape, *_) in self._tensors.items() if name != ROPE}
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:  # a private mapping is writable, as torch wants it, and never reaches the file
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str) -> Tensor:
         """The values of a tensor by its Hugging Face name; quantised ones as float32."""
-        from gguf.constants import GGML_QUANT_SIZES
+        from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        shape, kind, start, size = self._tensors[name]
+        shape, (kind, block, block_bytes), start, size = self._tensors[name]
         raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=start)
-        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name)
+        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
         if plain:
             return self._unpermuted(name, raw.view(plain).view(shape))
-        block, block_bytes = GGML_QUANT_SIZES[kind]
         values, n = torch.empty(shape), max(PIECE // block, 1)
         try:
             for out, piece in zip(values.view(-1, block).split(n), raw.view(-1, block_bytes).split(n)):
-                out.copy_(torch.from_numpy(dequantize(piece.reshape(1, -1).numpy(), kind)).view(-1, block))
-        except NotImplementedError as error:
-            raise ValueError(f"tensor {name} is stored as {kind.name}, which is not supported") from error
+                numbers = dequantize(piece.reshape(1, -1).numpy(), GGMLQuantizationType[kind])
+                out.copy_(torch.from_numpy(numbers).view(-1, block))
+        except (NotImplementedError, KeyError) as error:
+            raise ValueError(f"tensor {name} is stored as {kind}, which is not supported") from error
         return self._unpermuted(name, values)
 
-    def codes(self, name: str) -> Codes | None:
+    def codes(self, name: str) -> "Codes | None":
         """The file's own codes of a tensor, if they have 4 bits: Q4_0 and Q4_1."""
-        shape, kind, start, size = self._tensors[name]
-        if kind.name not in ("Q4_0", "Q4_1"):
+        from .quantize import Codes
+
+        shape, (kind, *_), start, size = self._tensors[name]
+        if kind not in ("Q4_0", "Q4_1"):
             return None
         raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=start).view(*shape[:-1], shape[-1] // 32, -1)
         ends = raw.shape[-1] - 16  # bytes before the codes: the scale, and in Q4_1 the smallest weight
         numbers, codes = raw[..., :ends].contiguous().view(torch.float16).float(), raw[..., ends:]
         scale = numbers[..., 0]
-        zero = numbers[..., 1] + 8 * scale if kind.name == "Q4_1" else torch.zeros_like(scale)
+        zero = numbers[..., 1] + 8 * scale if kind == "Q4_1" else torch.zeros_like(scale)
         signed = torch.cat((codes & 15, codes >> 4), -1).view(torch.int8) - 8
         return Codes(*(self._unpermuted(name, x) for x in (signed.flatten(-2), scale, zero)))
 
@@ -145,7 +155,7 @@ class GGUF:
         if ROPE in self._tensors:
             if kind != "none":
                 raise ValueError(f"{self.path} has both {ROPE} and rope scaling {brief(kind)}; only one is supported")
-            return rope | {"rope_type": "factors", "factors": self.tensor(ROPE).tolist()}
+            return rope | {"rope_type": "factors", "factors": self._factors()}
         if kind == "none":
             return rope
         if kind not in ("linear", "yarn"):
@@ -157,6 +167,13 @@ class GGUF:
             rope["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
             rope |= {f"beta_{end}": get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
         return rope
+
+    def _factors(self) -> list[float]:
+        """The divisors of RoPE's frequencies: part of the config, so read without torch."""
+        shape, (kind, *_), start, _ = self._tensors[ROPE]
+        if kind != "F32":
+            raise ValueError(f"{self.path}: {ROPE} is stored as {kind}, which is not supported")
+        return list(struct.unpack_from(f"<{math.prod(shape)}f", self._bytes, start))
 
     def _unpermuted(self, name: str, x: Tensor) -> Tensor:
         """Undo the row order of llama files: they keep RoPE's pairs (2i, 2i + 1), Hugging Face (i, i + D/2)."""
@@ -184,37 +201,49 @@ class GGUF:
             raise ValueError(f"{self.path} does not give {key}" + (f" as {least} or more" if value is not None else ""))
         return value
 
-    def _read_header(self) -> dict[str, tuple]:
-        """Fill `metadata`; return Hugging Face name -> (shape, type, first byte, bytes)."""
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        reader = _Reader(self._bytes, 8)
-        n_tensors, n_keys = reader.scalars("Q", 2)
-        for _ in range(n_keys):
-            key = reader.string()
-            self.metadata[key] = reader.value(reader.scalar("I"))
-        found = {}
-        for _ in range(n_tensors):
-            name = reader.string()
-            shape = tuple(reversed(reader.scalars("Q", reader.scalar("I"))))  # GGUF counts columns first
-            found[name] = shape, reader.scalar("I"), reader.scalar("Q")
+    def _placed(self, found: Mapping[str, tuple], end: int) -> dict[str, tuple]:
+        """Hugging Face name -> (shape, format, first byte, bytes), of tensors as `_header` gives them."""
         align = self._whole("general.alignment", 32, least=1)
-        base = -(-reader.at // align) * align
+        base = -(-end // align) * align
         tensors = {}
         for name, (shape, number, offset) in found.items():
-            try:
-                kind = GGMLQuantizationType(number)
-            except ValueError:
-                raise ValueError(f"{self.path}: {name} has the unknown storage type {number}") from None
-            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if number not in FORMATS:
+                raise ValueError(f"{self.path}: {name} has the unknown storage type {number}")
+            _, block, block_bytes = FORMATS[number]
             size = math.prod(shape) // block * block_bytes
-            if base + offset + size > len(self._bytes):
+            if base + offset + size > self._size:
                 raise self._cut_short(f"{name} ends at byte {base + offset + size:,}")
-            tensors[hugging_face_name(name)] = shape, kind, base + offset, size
+            tensors[hugging_face_name(name)] = shape, FORMATS[number], base + offset, size
         return tensors
 
     def _cut_short(self, why: str) -> ValueError:
-        return ValueError(f"{self.path} is cut short at {len(self._bytes):,} bytes ({why}); download it again")
+        return ValueError(f"{self.path} is cut short at {self._size:,} bytes ({why}); download it again")
+
+
+@lru_cache(maxsize=1)  # a start asks for it several times, and a vocabulary is a hundred thousand strings
+def _header(path: Path, changed: int, size: int) -> tuple[dict[str, Any], dict[str, tuple], int]:
+    """Metadata, and name -> (shape, number of its format, offset) of every tensor, of a file in this state; where the header ends.
+
+    Raises ValueError for what is no GGUF; struct.error, UnicodeDecodeError or KeyError for a damaged one.
+    """
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if start[:4] != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file")
+        if start[4:] not in (b"\2\0\0\0", b"\3\0\0\0"):
+            raise ValueError(f"{path}: only little-endian GGUF of version 2 or 3 is supported")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            reader = _Reader(data, 8)
+            n_tensors, n_keys = reader.scalars("Q", 2)
+            metadata, tensors = {}, {}
+            for _ in range(n_keys):
+                key = reader.string()
+                metadata[key] = reader.value(reader.scalar("I"))
+            for _ in range(n_tensors):
+                name = reader.string()
+                shape = tuple(reversed(reader.scalars("Q", reader.scalar("I"))))  # GGUF counts columns first
+                tensors[name] = shape, reader.scalar("I"), reader.scalar("Q")
+            return metadata, tensors, reader.at
 
 
 class _Reader:
@@ -233,11 +262,18 @@ class _Reader:
         return self.scalars(code, 1)[0]
 
     def string(self) -> str:
-        (size,) = struct.unpack_from("<Q", self.data, self.at)
-        start, self.at = self.at + 8, self.at + 8 + size
-        if self.at > len(self.data):
-            raise struct.error("a text runs past the end of the file")
-        return self.data[start : self.at].decode()
+        return self.strings(1)[0]
+
+    def strings(self, n: int) -> list[str]:
+        data, at, size, end, found = self.data, self.at, struct.Struct("<Q").unpack_from, len(self.data), []
+        for _ in range(n):
+            start = at + 8
+            at = start + size(data, at)[0]
+            if at > end:
+                raise struct.error("a text runs past the end of the file")
+            found.append(data[start:at].decode())
+        self.at = at
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -246,7 +282,7 @@ class _Reader:
             return self.scalar(SCALARS[kind])
         kind, n = self.scalar("I"), self.scalar("Q")
         if kind == STRING:
-            return [self.string() for _ in range(n)]
+            return self.strings(n)
         return list(self.scalars(SCALARS[kind], n))
 
 

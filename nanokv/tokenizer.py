@@ -13,6 +13,7 @@ from pathlib import Path
 from nanokv.chat_template import break_control, render
 from nanokv.detokenizer import Detokenizer
 from nanokv.files import checked, read_json, refuse_pointer, typed
+from nanokv.gguf_file import read_metadata
 from nanokv.gguf_vocabulary import adds_bos, gguf_vocabulary
 from nanokv.vocabulary import PipelineVocabulary, SentencePieceVocabulary, Vocabulary
 
@@ -86,9 +87,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    from nanokv.gguf_file import GGUF  # brings torch
-
-    metadata = GGUF(path).metadata
+    metadata = read_metadata(path)
     try:
         vocabulary = gguf_vocabulary(metadata)
         tokens = metadata["tokenizer.ggml.tokens"]

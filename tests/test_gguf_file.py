@@ -1,6 +1,7 @@
 """GGUF files against transformers, block formats against a naive decode, and bad files against one sentence."""
 
 import struct
+import time
 from pathlib import Path
 
 import gguf
@@ -185,6 +186,20 @@ def test_smollm2_keeps_its_own_codes(smollm2):
         assert type(ours) is Int4
         assert (ours.dense(torch.float32) - w).norm() < 4e-3 * w.norm(), "but for scales of 8 bits of precision"
     assert type(coded.head) is Int8 and coded.head.codes.data_ptr() == coded.embed.codes.data_ptr(), "tied"
+
+
+def test_formats_are_as_large_as_the_library_says():
+    theirs = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    both = theirs.keys() & gguf_file.FORMATS  # versions of it know more or fewer
+    assert len(both) > 20 and all(gguf_file.FORMATS[kind] == theirs[kind] for kind in both)
+
+
+def test_a_header_is_read_again_when_its_file_has_changed(tmp_path):
+    for eos in (2, 3):
+        w = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+        w.add_eos_token_id(eos), w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+        assert stop_ids(tmp_path / "m.gguf") == {eos}
+        time.sleep(0.02)
 
 
 def test_gguf_metadata_is_what_was_written(tmp_path):
