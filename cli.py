@@ -2,7 +2,7 @@
 
 The insight that keeps it short: a run is described once, as the dictionary that `--json` prints;
 the line of statistics is the same dictionary read aloud. What a user can get wrong (an option, a
-dial, the prompt) is checked before the weights are read, and torch is imported after that.
+dial, the prompt) is checked, and a run that does not fit is refused, before torch is imported.
 
 Exit codes: 0, 1 (a file or the machine), 2 (the command line), 130 (Ctrl-C).
 """
@@ -173,6 +173,7 @@ def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", id
 def planned(o: argparse.Namespace) -> int:
     """Print what a run would take -> 0, or 1 if it does not fit."""
     from nanokv.loading import device_named, find
+    from nanokv.memory import ITEMSIZE
     from nanokv.plan import Plan, available, show, size
 
     with usage():
@@ -181,7 +182,7 @@ def planned(o: argparse.Namespace) -> int:
     source = find(o.model, o.dtype, o.device, read=False)
     tokens = o.context or source.config.max_context
     new = min(o.max_new_tokens, tokens // 2)
-    plan = Plan(source.config, policy, tokens - new, new, o.chunk, source.dtype.itemsize, o.weights)
+    plan = Plan(source.config, policy, tokens - new, new, o.chunk, ITEMSIZE[source.dtype], o.weights)
     problem = show(plan, o.model, limit)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -200,12 +201,10 @@ def run(o: argparse.Namespace) -> int:
             print(f"note: {text}", file=sys.stderr, flush=True)
 
     warnings.showwarning = note
-    import torch
-
     from nanokv.loading import device_named, find
+    from nanokv.memory import ITEMSIZE
     from nanokv.plan import Plan, available, size, table, verdict
     from nanokv.sample import Sampler
-    from nanokv.summary import stats_line, summary
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
@@ -213,23 +212,27 @@ def run(o: argparse.Namespace) -> int:
         sample = Sampler(o.temperature, o.top_k, o.top_p, o.min_p, o.seed)
         if not all(o.stop):
             raise ValueError("--stop needs a text")
-    remark = policy.note  # now: it may be that a file is missing
     if o.threads and o.threads > 1024:
         raise UsageError(f"{o.threads} threads are too many: 1024 at most")
-    if o.threads:
-        torch.set_num_threads(o.threads)
-    start = perf_counter()
-    source = find(o.model, o.dtype, str(device), read=not o.random_weights, weights=o.weights)
+    source = find(o.model, o.dtype, device, read=not o.random_weights, weights=o.weights)
     if o.random_weights:
         note("random weights: memory and speed are real, the text is noise")
     tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
     if max(ids) >= source.config.vocab_size:
         raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {source.config.vocab_size}")
-    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, source.dtype.itemsize, o.weights)
+    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, ITEMSIZE[source.dtype], o.weights)
     if problem := verdict(plan, limit):
         print(table(plan), file=sys.stderr)
         raise MemoryError(problem)
+    remark = policy.note  # now: it may be that a file is missing
+    import torch  # and not before the verdict: it takes longer than all that led to it
+
+    from nanokv.summary import stats_line, summary
+
+    if o.threads:
+        torch.set_num_threads(o.threads)
+    start = perf_counter()
     model = source.model()
     load_s = perf_counter() - start
     if remark:

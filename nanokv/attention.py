@@ -12,9 +12,7 @@ computed from positions says what may be read. K and V are never repeated per qu
 
 from collections.abc import Iterator
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from .later import F, Tensor, torch
 
 ROWS = 512  # query rows per fused call behind a prefix: bounds the mask, whatever the prompt's length
 WATCHED = 128  # query rows per block of evidence, at most

@@ -7,8 +7,7 @@ layer and no head ever falls below sink + window + interval.
 
 from itertools import accumulate
 
-import torch
-from torch import Tensor
+from .later import Tensor, torch
 
 
 def pyramid(mean: int, n_layers: int, most: int, beta: float, least: int = 0) -> list[int]:

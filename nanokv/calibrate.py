@@ -40,8 +40,8 @@ class Counted:
     def __init__(self, model: Transformer):
         c = model.config
         self.model, self.config, self.like = model, c, model.like
-        shapes = sums(c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, torch.float64)
-        self.sums = [{name: self.like.new_zeros(s, dtype=t) for name, (s, t) in shapes.items()} for _ in range(c.n_layers)]
+        shapes = sums(c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim)
+        self.sums = [{name: self.like.new_zeros(s, dtype=torch.float64) for name, (s, _) in shapes.items()} for _ in range(c.n_layers)]
 
     def __call__(self, tokens: Tensor, attend: Attend) -> Tensor:
         def count(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,19 +9,19 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .config import read_config
-from .files import brief, checked, read_json, refuse_pointer, typed
-from .gguf_file import GGUF, read_metadata
+from .gguf_file import GGUF
+from .headers import EMBED, Safetensors, own_dtype, read_config_of
+from .memory import BITS
 from .model import ModelConfig, Transformer
-from .quantize import BITS, Codes, bits_of, coded_places, put
+from .quantize import Codes, bits_of, coded_places, put
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 class Weights(Protocol):
@@ -44,71 +44,13 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch
     """
     path = Path(path)
     config = read_config_of(path)
-    weights: Weights = GGUF(path) if path.is_file() else Safetensors(path)
+    stored = Safetensors(path) if path.is_dir() else None
+    weights: Weights = stored or GGUF(path)
     try:
         shape = _fitted(read_config(config), weights)
-        return filled(shape, weights, dtype or own_dtype(config, device, weights), device, form)
+        return filled(shape, weights, dtype or getattr(torch, own_dtype(config, str(device), stored)), device, form)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def read_config_of(path: Path) -> dict[str, Any]:
-    """A checkpoint's config, in config.json's words, without touching its weights."""
-    return GGUF(path).config() | {"dtype": "float32"} if path.is_file() else read_json(path / "config.json")
-
-
-def stop_ids(path: Path) -> set[int]:
-    """Tokens that end an answer: all ids of config.json and generation_config.json, or of the GGUF."""
-    path = Path(path)
-    if path.is_file():
-        metadata = read_metadata(path)
-        named = {f"{path}: tokenizer.ggml.{end}_token_id": metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")}
-    else:
-        files = [path / "config.json", *filter(Path.exists, [path / "generation_config.json"])]
-        named = {f"{file}: eos_token_id": read_json(file).get("eos_token_id") for file in files}
-    found: set[int] = set()
-    for name, ids in named.items():
-        for i in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-            found.add(checked(name, i, int))
-    return found
-
-
-class Safetensors:
-    """The tensors of a directory: model.safetensors, or the shards that its index names."""
-
-    def __init__(self, directory: Path):
-        from safetensors import safe_open, SafetensorError
-
-        index = directory / "model.safetensors.index.json"
-        places = _shards(index) if index.exists() else {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files = {}
-        for name in sorted(set(places.values())) or ["model.safetensors"]:
-            path = directory / name
-            if not path.exists():
-                raise FileNotFoundError(f"{directory} has no {name}" + (f", which {index.name} names" if places else ""))
-            refuse_pointer(path)
-            try:
-                file = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                size = path.stat().st_size
-                raise ValueError(f"{path} is damaged or cut short ({size:,} bytes); download it again") from error
-            for key in file.keys():
-                if places.get(key, name) == name:  # a tensor stored twice: the index decides
-                    self.shapes[key], self._files[key] = tuple(file.get_slice(key).get_shape()), file
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, memory-mapped."""
-        return self._files[name].get_tensor(name)
-
-
-def _shards(index: Path) -> dict[str, str]:
-    """Tensor name -> the file it is in."""
-    try:
-        places = typed(read_json(index), "weight_map", dict, {})
-        return {name: checked(f"the place of {name}", file, str) for name, file in places.items()}
-    except ValueError as error:
-        raise ValueError(f"{index}: {error}") from error
 
 
 def name_table(c: ModelConfig) -> dict[str, tuple[str, slice]]:
@@ -134,17 +76,6 @@ def name_table(c: ModelConfig) -> dict[str, tuple[str, slice]]:
             for kind in ("weight", "bias"):
                 table[f"model.layers.{layer}.{theirs}.{kind}"] = f"blocks.{layer}.{ours}.{kind}", rows
     return table
-
-
-def own_dtype(config: Mapping, device: str | torch.device, weights: Weights | None = None) -> torch.dtype:
-    """The dtype that a config names, else the one the embedding is stored in, as `load_model` takes it."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    if name is None:
-        name = weights.tensor(EMBED).dtype if weights and EMBED in weights.shapes else torch.bfloat16
-    name = str(name).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"config.json names the dtype {brief(name)}; known: {', '.join(DTYPES)}")
-    return torch.float32 if name == "float16" and torch.device(device).type == "cpu" else DTYPES[name]
 
 
 def _fitted(c: ModelConfig, weights: Weights) -> ModelConfig:

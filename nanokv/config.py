@@ -10,7 +10,7 @@ from typing import Any
 
 from . import rope
 from .files import brief, typed, typed_list
-from .model import ModelConfig
+from .shape import ModelConfig
 
 LARGEST = 1 << 31  # no size comes near it
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def read_config(config: Mapping) -> ModelConfig:
         max_context=size("max_position_embeddings"),
         rope=rope.parameters(given | {key: typed(given, key, dict) for key in ("rope_parameters", "rope_scaling")}),
     )
-    rope.frequencies(shape.rope, shape.head_dim, shape.max_context)  # an unknown rule is an error now, not later
+    rope.rule(shape.rope, shape.head_dim, shape.max_context)  # an unknown rule is an error now, not later
     if _slides(given, shape.n_layers, shape.max_context):
         raise ValueError(f"this {family} model uses sliding-window layers, which are not supported yet")
     return shape

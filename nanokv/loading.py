@@ -5,18 +5,24 @@ dtype) is known after the first, in milliseconds.
 """
 
 import re
+import sys
 from dataclasses import dataclass, replace
+from os.path import exists
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from .checkpoint import DTYPES, Safetensors, load_model, own_dtype, read_config_of, stop_ids
 from .config import read_config
-from .model import ModelConfig, Transformer
+from .headers import DTYPES, Safetensors, own_dtype, read_config_of, stop_ids
+from .later import torch
+from .memory import FORMS
 from .models import architecture, locate
-from .noise import random_model
-from .quantize import FORMS
+from .shape import ModelConfig
 from .tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from .model import Transformer
+
+DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")  # NVIDIA's, its boards', WSL's, AMD's: torch calls all of them CUDA
 
 
 class Bytes:
@@ -41,8 +47,8 @@ class Source:
 
     path: Path | None  # None: nothing but its shape is known
     config: ModelConfig  # its `name` is the one it was asked for by
-    dtype: torch.dtype
-    device: torch.device
+    dtype: str  # by its name in torch, as the device: neither needs more before the weights are read
+    device: str
     read: bool = True
     form: str = "native"  # of the weights: native, int8 or int4
 
@@ -53,11 +59,15 @@ class Source:
         tokenizer = load_tokenizer(self.path)
         return replace(tokenizer, eos_ids=tokenizer.eos_ids | stop_ids(self.path))
 
-    def model(self) -> Transformer:
-        """The model itself; this reads the weights."""
+    def model(self) -> "Transformer":
+        """The model itself; this reads the weights, and only this needs torch."""
+        from .checkpoint import load_model
+        from .noise import random_model
+
+        dtype = getattr(torch, self.dtype)
         if not self.read:
-            return random_model(self.config, self.dtype, self.device, form=self.form)
-        model = load_model(self.path, self.dtype, self.device, self.form)
+            return random_model(self.config, dtype, self.device, form=self.form)
+        model = load_model(self.path, dtype, self.device, self.form)
         model.config = replace(model.config, name=self.config.name)
         return model
 
@@ -82,27 +92,28 @@ def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool
     if path is not None and path.is_dir() and (read or any(path.glob("*.safetensors"))):
         stored = Safetensors(path)
     try:
-        shape, kind = replace(read_config(given), name=name), DTYPES.get(dtype) or own_dtype(given, place, stored)
+        shape, kind = replace(read_config(given), name=name), dtype if dtype != "auto" else own_dtype(given, place, stored)
         return Source(path, shape, kind, place, read, weights)
     except ValueError as error:
         where = name if path is None else path / "config.json" if path.is_dir() else path
         raise ValueError(f"{where}: {error}") from error
 
 
-def load(name: str | Path, dtype: str = "auto", device: str = "auto", weights: str = "native") -> tuple[Transformer, Tokenizer]:
+def load(name: str | Path, dtype: str = "auto", device: str = "auto", weights: str = "native") -> "tuple[Transformer, Tokenizer]":
     """The model called `name` and its tokenizer; see `find` for the arguments."""
     source = find(name, dtype, device, weights=weights)
     tokenizer = source.tokenizer()  # first: it is quick, so a mistake in it shows before the weights are read
     return source.model(), tokenizer
 
 
-def device_named(name: str) -> torch.device:
+def device_named(name: str) -> str:
     """The device that `--device` means. ValueError if it is unknown or not in this machine."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "auto":  # torch would know, but takes seconds to ask where there is no driver that it could use
+        possible = sys.platform == "win32" or any(map(exists, DRIVERS))
+        return "cuda" if possible and torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or not (number.isdecimal() or name == kind):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:NUMBER, not {name!r}")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no device {name} in this machine ({torch.cuda.device_count()} CUDA devices found)")
-    return torch.device(name)
+    return name

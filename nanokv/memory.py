@@ -1,4 +1,4 @@
-"""Bytes: what a KV cache takes by the formula, and what reading a prompt will take at its peak.
+"""Bytes: what weights and a KV cache take by the formula, and what reading a prompt will take at its peak.
 
 The insight: a fixed number of rows is a fixed number of bytes, so both are known before the first
 token. What stays is the pools and their bookkeeping. What comes and goes while a text is read
@@ -14,11 +14,35 @@ from math import prod
 
 from .attention import ROWS as ATTEND_ROWS
 from .attention import watched_rows
-from .model import ROWS, ModelConfig
 from .policy import Policy
+from .shape import ROWS, ModelConfig
 from .slots import Shapes
 
+ITEMSIZE = {  # bytes of a number, by its dtype's name
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+GROUP = 32  # columns that share a scale and a zero: a block of GGUF's
+BITS = {"int8": 8, "int4": 4}  # of the layers' matrices, by the name of the form
+FORMS = ("native", *BITS)  # native: numbers in the model's dtype
 RANKING = 56  # bytes per token and head while tokens are ranked: worth, time order and their sorted copies
+
+
+def weight_bytes(c: ModelConfig, weights: str, itemsize: int) -> int:
+    """The weights, `native` (itemsize bytes a number), int8 or int4; a tied head is counted once."""
+    attend, dim = c.n_heads * c.head_dim, c.dim
+    kv = c.n_kv_heads * c.head_dim
+    layer = [(attend + 2 * kv, dim, c.qkv_bias), (dim, attend, c.o_bias), (2 * c.ffn_dim, dim, c.mlp_bias), (dim, c.ffn_dim, c.mlp_bias)]
+    ends = (1 if c.tied else 2) * _matrix_bytes(c.vocab_size, dim, 8 if weights in BITS else None, itemsize)
+    matrices = sum(_matrix_bytes(N, K, BITS.get(weights), itemsize) + N * bias * itemsize for N, K, bias in layer)
+    norms = (c.n_layers * (2 * dim + 2 * c.head_dim * c.qk_norm) + dim) * itemsize
+    return c.n_layers * matrices + ends + norms
+
+
+def _matrix_bytes(N: int, K: int, bits: int | None, itemsize: int) -> int:
+    """A matrix [N, K] as numbers (bits None), as codes with a scale a row, or as codes with a scale and a zero a group."""
+    if bits is None:
+        return N * K * itemsize
+    return N * K + 2 * N if bits == 8 else N * K // 2 + 4 * N * -(-K // GROUP)
 
 
 def kv_bytes(c: ModelConfig, tokens: int, itemsize: int) -> int:
@@ -49,7 +73,7 @@ def _slot_bytes(c: ModelConfig, policy: Policy, itemsize: int) -> int:
 
 
 def _tensor_bytes(shapes: Shapes, itemsize: int) -> int:
-    return sum(prod(shape) * (dtype.itemsize if dtype else itemsize) for shape, dtype in shapes.values())
+    return sum(prod(shape) * (ITEMSIZE[dtype] if dtype else itemsize) for shape, dtype in shapes.values())
 
 
 @dataclass(frozen=True)

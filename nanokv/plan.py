@@ -9,12 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from reprlib import repr as brief
 
-import torch
-
-from .memory import Prefill, kv_bytes, plan_prefill
-from .model import ModelConfig
+from .later import torch
+from .memory import GROUP, Prefill, kv_bytes, plan_prefill, weight_bytes
 from .policy import Policy
-from .quantize import BITS, GROUP
+from .shape import ModelConfig
 
 ENDLESS = 1 << 34  # tokens: as good as any length
 ALL_THERE_IS = 1 << 62  # bytes
@@ -46,9 +44,9 @@ def human(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def available(device: torch.device = torch.device("cpu")) -> int:
+def available(device: str = "cpu") -> int:
     """Bytes that a program could take now, of a GPU's memory or of this machine's and its container's; 2^62 if nobody says."""
-    if device.type == "cuda":
+    if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     found = [ALL_THERE_IS]
     try:
@@ -59,24 +57,6 @@ def available(device: torch.device = torch.device("cpu")) -> int:
     except OSError:  # not Linux, or no container: then that does not limit us
         pass
     return min(found)
-
-
-def weight_bytes(c: ModelConfig, weights: str, itemsize: int) -> int:
-    """The weights, `native` (itemsize bytes a number), int8 or int4; a tied head is counted once."""
-    attend, dim = c.n_heads * c.head_dim, c.dim
-    kv = c.n_kv_heads * c.head_dim
-    layer = [(attend + 2 * kv, dim, c.qkv_bias), (dim, attend, c.o_bias), (2 * c.ffn_dim, dim, c.mlp_bias), (dim, c.ffn_dim, c.mlp_bias)]
-    ends = (1 if c.tied else 2) * _matrix_bytes(c.vocab_size, dim, 8 if weights in BITS else None, itemsize)
-    matrices = sum(_matrix_bytes(N, K, BITS.get(weights), itemsize) + N * bias * itemsize for N, K, bias in layer)
-    norms = (c.n_layers * (2 * dim + 2 * c.head_dim * c.qk_norm) + dim) * itemsize
-    return c.n_layers * matrices + ends + norms
-
-
-def _matrix_bytes(N: int, K: int, bits: int | None, itemsize: int) -> int:
-    """A matrix [N, K] as numbers (bits None), as codes with a scale a row, or as codes with a scale and a zero a group."""
-    if bits is None:
-        return N * K * itemsize
-    return N * K + 2 * N if bits == 8 else N * K // 2 + 4 * N * -(-K // GROUP)
 
 
 @dataclass(frozen=True)

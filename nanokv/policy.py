@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import ClassVar, get_args
 
-import torch
-from torch import Tensor
-
 from .budget import adaptive, pyramid
+from .later import Tensor, torch
 from .slots import Shapes, Slots
 
 ALL = 1 << 60
 WIDEST = 4  # no head gets more than so many times the mean: the bookkeeping [H, N] is as wide as the widest may be
 LARGEST = 1 << 31  # slots and positions are int32
-FLOAT = ((), torch.float32)  # a mark that is one number per slot
+FLOAT = ((), "float32")  # a mark that is one number per slot
 
 REGISTRY: dict[str, type["Policy"]] = {}  # the name on the command line is the file's name
 
@@ -129,11 +127,11 @@ class Policy:
         return self.window
 
     def marks(self, G: int) -> Shapes:
-        """Numbers pinned to slots, by name: shape behind [H, N], and dtype. A new token's are 0."""
+        """Numbers pinned to slots, by name: shape behind [H, N], and the dtype's name. A new token's are 0."""
         return {}
 
     def state(self, H: int, G: int, N: int, D: int) -> Shapes:
-        """Other tensors of a layer, by name: shape, and dtype or None for the model's. They start at 0."""
+        """Other tensors of a layer, by name: shape, and the dtype's name or None for the model's. They start at 0."""
         return {}
 
     def begin(self, kv: Slots) -> None:

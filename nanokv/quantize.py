@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUP = 32  # columns that share a scale and a zero: a block of GGUF's
+from .memory import BITS, GROUP
+
 FEW = 32  # rows up to which multiplying codes is faster than making dense weights first
 BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
-BITS = {"int8": 8, "int4": 4}  # of the layers' matrices, by the name of the form
-FORMS = ("native", *BITS)  # native: numbers in the model's dtype
 SHORT = torch.bfloat16  # of scales, and of activations in the kernels, which are slow in any other dtype
 
 

@@ -18,11 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
+from .later import Tensor, torch
 from .rope import rotate
 from .slots import Shapes
 
@@ -32,9 +30,9 @@ def lengths(x: Tensor) -> Tensor:
     return torch.hypot(*x.chunk(2, -1))
 
 
-def sums(H: int, G: int, D: int, dtype: torch.dtype = torch.float32) -> Shapes:
+def sums(H: int, G: int, D: int) -> Shapes:
     """What `add` adds up to, by name: shape and dtype."""
-    return {"mean": ((H, G, D), dtype), "size": ((H, G, D // 2), dtype), "count": ((1,), dtype)}
+    return {"mean": ((H, G, D), "float32"), "size": ((H, G, D // 2), "float32"), "count": ((1,), "float32")}
 
 
 def add(sums: dict[str, Tensor], q: Tensor) -> None:
@@ -123,6 +121,8 @@ class QueryStats:
 
     def save(self, path: Path | str) -> None:
         """Write a safetensors file that `load` reads."""
+        from safetensors.torch import save_file
+
         tensors = {"mean": self.mean, "size": self.size, "freqs": self.freqs}
         save_file({n: t.float().contiguous() for n, t in tensors.items()}, path, {"model": self.model})
 

@@ -9,13 +9,14 @@ https://arxiv.org/abs/2104.09864, in the half-split layout of Llama and Qwen che
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from reprlib import repr as brief
 
-import torch
-from torch import Tensor
+from .later import Tensor, torch
 
 TAU = 2 * math.pi
+
+Rule = Callable[[Tensor], Tensor]  # plain frequencies [D/2] -> those to turn by
 
 
 def angles(pos: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,24 +71,33 @@ def frequencies(rope: Mapping, head_dim: int, max_context: int) -> tuple[Tensor,
 
     rope: as `parameters` returns it. The second value is 1 except for YaRN, whose attention
     factor multiplies q and k alike; its square therefore multiplies the logits, and `rotate`
-    stays a pure rotation. Raises ValueError for rules whose frequencies depend on the length
-    of the text (dynamic, longrope): a key already stored would have to be turned again.
+    stays a pure rotation. Raises ValueError where `rule` does.
+    """
+    changed, scale = rule(rope, head_dim, max_context)
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return changed(1.0 / rope["rope_theta"] ** exponent), scale
+
+
+def rule(rope: Mapping, head_dim: int, max_context: int) -> tuple[Rule, float]:
+    """What is made of the plain frequencies, and the factor on the attention logits. All that can be wrong is found here.
+
+    Raises ValueError for rules whose frequencies depend on the length of the text (dynamic,
+    longrope): a key already stored would have to be turned again.
     """
     kind = rope["rope_type"]
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    freqs = 1.0 / rope["rope_theta"] ** exponent
     if kind == "default":
-        return freqs, 1.0
+        return lambda freqs: freqs, 1.0
     if kind == "linear":
-        return freqs / _number(rope, "factor"), 1.0
+        factor = _number(rope, "factor")
+        return lambda freqs: freqs / factor, 1.0
     if kind == "llama3":
-        return _llama3(freqs, rope), 1.0
+        return _llama3(rope), 1.0
     if kind == "yarn":
-        return _yarn(freqs, rope, head_dim, max_context)
+        return _yarn(rope, head_dim, max_context)
     if kind == "factors":  # what a GGUF file stores instead of naming llama3: one divisor per pair
-        if len(rope["factors"]) != len(freqs):
-            raise ValueError(f"there are {len(rope['factors'])} rope factors for {len(freqs)} pairs of dimensions")
-        return freqs / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
+        if len(rope["factors"]) != head_dim // 2:
+            raise ValueError(f"there are {len(rope['factors'])} rope factors for {head_dim // 2} pairs of dimensions")
+        return lambda freqs: freqs / torch.tensor(rope["factors"], dtype=torch.float32), 1.0
     why = "its frequencies depend on the text's length" if kind in ("dynamic", "longrope") else "unknown"
     raise ValueError(f"rope type {brief(kind)} is not supported ({why}); known: default, linear, llama3, yarn")
 
@@ -102,17 +112,22 @@ def _number(rope: Mapping, name: str, default: float | None = None, above: float
     return float(value)
 
 
-def _llama3(freqs: Tensor, rope: Mapping) -> Tensor:
+def _llama3(rope: Mapping) -> Rule:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the middle blended."""
     factor, low, high = (_number(rope, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
     if not low < high:
         raise ValueError(f"high_freq_factor must be above low_freq_factor, {low}, not {high}")
-    turns = _number(rope, "original_max_position_embeddings") * freqs / TAU  # turns over the trained context
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * freqs / factor + blend * freqs
+    trained = _number(rope, "original_max_position_embeddings")
+
+    def changed(freqs: Tensor) -> Tensor:
+        turns = trained * freqs / TAU  # over the trained context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - blend) * freqs / factor + blend * freqs
+
+    return changed
 
 
-def _yarn(freqs: Tensor, rope: Mapping, head_dim: int, max_context: int) -> tuple[Tensor, float]:
+def _yarn(rope: Mapping, head_dim: int, max_context: int) -> tuple[Rule, float]:
     """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071): pairs that turn often keep their
     frequency, slow ones are interpolated; the logits grow with log(factor)."""
     factor = _number(rope, "factor")
@@ -125,7 +140,6 @@ def _yarn(freqs: Tensor, rope: Mapping, head_dim: int, max_context: int) -> tupl
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
 
     def growth(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -135,4 +149,9 @@ def _yarn(freqs: Tensor, rope: Mapping, head_dim: int, max_context: int) -> tupl
         scale = growth(_number(rope, "mscale")) / growth(_number(rope, "mscale_all_dim")) if both else growth(1.0)
     else:
         scale = _number(rope, "attention_factor")
-    return freqs / factor * ramp + freqs * (1 - ramp), scale**2
+
+    def changed(freqs: Tensor) -> Tensor:
+        ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+        return freqs / factor * ramp + freqs * (1 - ramp)
+
+    return changed, scale**2

@@ -9,8 +9,7 @@ import math
 import secrets
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from .later import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Sampler:
         above, tied = logits > last, logits == last  # of the tied, the lower ids stay
         return logits.where(above | tied & (tied.cumsum(-1) <= m - above.sum()), -math.inf)
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def _generator(self, device: "torch.device") -> "torch.Generator":
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]

@@ -13,12 +13,11 @@ not own stays EMPTY for ever. N never changes, so neither does the graph that de
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-from torch import Tensor
+from .later import Tensor, torch
 
 EMPTY = -1
 
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]  # name -> shape, dtype (None: the model's)
+Shapes = Mapping[str, tuple[tuple[int, ...], str | None]]  # name -> shape, dtype by name (None: the model's)
 
 
 class Slots:
@@ -44,7 +43,7 @@ class Slots:
             self.entry = torch.zeros(R, dtype=torch.int32, device=device)  # its place in [H * N]
         self.pos = torch.full((H, width), EMPTY, dtype=torch.int32, device=device)
         self.free = torch.zeros((H, width), dtype=torch.int32, device=device)
-        self.marks = {n: torch.zeros((H, width, *s), dtype=t, device=device) for n, (s, t) in marks.items()}
+        self.marks = {n: torch.zeros((H, width, *s), dtype=getattr(torch, t), device=device) for n, (s, t) in marks.items()}
         self.state: dict[str, Tensor] = {}
         self.base = torch.zeros(H, dtype=torch.long, device=device)
         self.caps = torch.zeros(H, dtype=torch.long, device=device)
@@ -63,7 +62,7 @@ class Slots:
         """Memory for `rows` tokens per head, on `like`'s device and in its dtype. flat: shares may come to differ."""
         k, v = like.new_zeros(H * rows, D), like.new_zeros(H * rows, D)
         kv = cls([rows] * H, k, v, max(width, rows), marks or {}, layer, flat or width > rows)
-        kv.state = {n: torch.zeros(s, dtype=t or like.dtype, device=like.device) for n, (s, t) in (state or {}).items()}
+        kv.state = {n: torch.zeros(s, dtype=getattr(torch, t) if t else like.dtype, device=like.device) for n, (s, t) in (state or {}).items()}
         return kv
 
     def clear(self) -> None:
@@ -226,7 +225,7 @@ class Slots:
         self.room -= C
 
     def _mark_shapes(self) -> Shapes:
-        return {n: (tuple(m.shape[2:]), m.dtype) for n, m in self.marks.items()}
+        return {n: (tuple(m.shape[2:]), str(m.dtype).removeprefix("torch.")) for n, m in self.marks.items()}
 
     def fill(self, text: "Slots", order: Tensor) -> None:
         """Hold exactly the tokens `order` [H, M] of `text` (slot indices; -1: none), head by head from slot 0."""

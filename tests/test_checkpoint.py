@@ -14,8 +14,9 @@ from foreign import MODELS, logits, theirs, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanokv.checkpoint import load_model, stop_ids
+from nanokv.checkpoint import load_model
 from nanokv.config import read_config
+from nanokv.headers import stop_ids
 
 
 def save(model: transformers.PreTrainedModel, where: Path, **options) -> Path:

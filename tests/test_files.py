@@ -9,11 +9,11 @@ import pytest
 from test_cli import write_checkpoint
 from test_tokenizer import MERGES, SPECIAL, TOKENS
 
-from nanokv.checkpoint import own_dtype
 from nanokv.config import read_config
 from nanokv.files import checked, typed, typed_list
 from nanokv.gguf_file import GGUF
 from nanokv.gguf_vocabulary import adds_bos, gguf_vocabulary
+from nanokv.headers import own_dtype
 from nanokv.loading import find
 from nanokv.rope import frequencies
 

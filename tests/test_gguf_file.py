@@ -12,8 +12,9 @@ import transformers
 from foreign import logits, theirs, tokens
 
 from nanokv import gguf_file
-from nanokv.checkpoint import load_model, stop_ids
+from nanokv.checkpoint import load_model
 from nanokv.gguf_file import GGUF
+from nanokv.headers import stop_ids
 from nanokv.quantize import Int4, Int8
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

@@ -16,7 +16,7 @@ INF = float("inf")
 
 def memory(rng: random.Random, live: int, now: int, score: torch.Tensor | None = None) -> Slots:
     """H heads of N slots holding `live` random tokens of the first `now`, anywhere."""
-    kv = Slots.empty(N, H, D, torch.zeros(1), marks={"worth": ((), torch.float32)})
+    kv = Slots.empty(N, H, D, torch.zeros(1), marks={"worth": ((), "float32")})
     for h in range(H):
         kv.pos[h, rng.sample(range(N), live)] = torch.tensor(rng.sample(range(now), live), dtype=torch.int32)
     kv.now.fill_(now)
@@ -120,7 +120,7 @@ def test_heads_that_own_more_keep_more(shares):
             return shares
 
     for interval in (1, 3):
-        kv = Slots.empty(N, H, D, torch.zeros(1), width=14, marks={"worth": ((), torch.float32)})
+        kv = Slots.empty(N, H, D, torch.zeros(1), width=14, marks={"worth": ((), "float32")})
         policy = Uneven(budget=N, interval=interval)
         text = text_of(rng, kv, 20)
         for turn in range(3):  # the first overflow moves the borders; they stay
@@ -135,7 +135,7 @@ def test_heads_that_own_more_keep_more(shares):
 
 def test_victims_of_uneven_heads_are_their_own_slots():
     rng = random.Random(7)
-    kv = Slots.empty(4, H, D, torch.zeros(1), width=7, marks={"worth": ((), torch.float32)})
+    kv = Slots.empty(4, H, D, torch.zeros(1), width=7, marks={"worth": ((), "float32")})
     kv.share([3, 7, 2])
     for h, share in enumerate(kv.shares):
         kv.pos[h, :share] = torch.tensor(rng.sample(range(20), share), dtype=torch.int32)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from nanokv import quantize
-from nanokv.checkpoint import Safetensors, filled, name_table, read_config_of
+from nanokv.checkpoint import filled, name_table
 from nanokv.config import read_config
+from nanokv.headers import Safetensors, read_config_of
 from nanokv.quantize import FEW, GROUP, Coded, Codes, Embedding, Int4, Int8, bits_of, linear
 
 

@@ -104,7 +104,7 @@ def test_z_scores_are_of_those_that_are_judged():
 
 def test_sums_become_means_of_what_was_added():
     q = table(2, 3, 10, 8)
-    kept = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sums(2, 3, 8, torch.float64).items()}
+    kept = {name: torch.zeros(shape, dtype=torch.float64) for name, (shape, _) in sums(2, 3, 8).items()}
     for part in q.split((1, 4, 5), 2):
         add(kept, part)
     mean, size = means(kept)
@@ -120,7 +120,7 @@ def stats(L: int = 2, Hq: int = 4, D: int = 8, model: str = "a-model") -> QueryS
 
 
 def room(H: int = 2, G: int = 2, D: int = 8) -> dict[str, Tensor]:
-    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sums(H, G, D).items()}
+    return {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in sums(H, G, D).items()}
 
 
 def official(folder, name: str = "stats.pt", L: int = 2, Hq: int = 4, F: int = 4, **more: object) -> str:

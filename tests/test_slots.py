@@ -10,7 +10,7 @@ from nanokv.attention import watch_slots
 from nanokv.slots import EMPTY, Slots
 
 H, G, D = 3, 2, 4
-MARKS = {"note": ((), torch.float32), "pair": ((2,), torch.int32)}
+MARKS = {"note": ((), "float32"), "pair": ((2,), "int32")}
 
 
 def memory(rows: int, width: int = 0) -> Slots:

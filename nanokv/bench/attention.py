@@ -90,8 +90,8 @@ def statistics(text: Recorded, layer: int) -> dict[str, Tensor]:
 
 def concentration(q: Tensor) -> dict[str, Tensor]:
     """How much queries q [H, G, S, D], before RoPE, agree: |E[q]| / E|q| of a pair of dimensions."""
-    shapes = sums(*q.shape[:2], q.shape[3], torch.float64)
-    total = {name: q.new_zeros(s, dtype=t) for name, (s, t) in shapes.items()}
+    shapes = sums(*q.shape[:2], q.shape[3])
+    total = {name: q.new_zeros(s, dtype=torch.float64) for name, (s, _) in shapes.items()}
     add(total, q)
     mean, size = means(total)
     centre, top = lengths(mean), size.argmax(-1, keepdim=True)

@@ -12,8 +12,7 @@ they are used up it stops with a sentence instead of growing: memory is never ta
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from ..later import Tensor
 from ..policy import Policy
 from ..slots import Slots
 

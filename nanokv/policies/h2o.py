@@ -21,9 +21,7 @@ Cost: the prompt's attention once more, block by block; 4 bytes a slot.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from ..later import Tensor, torch
 from ..policy import FLOAT, Scoring
 from ..slots import Shapes, Slots
 
@@ -44,7 +42,7 @@ class H2O(Scoring):
         super().__post_init__()
 
     def marks(self, G: int) -> Shapes:
-        return {"mass": ((G,), torch.float32) if self.group == "max" else FLOAT}
+        return {"mass": ((G,), "float32") if self.group == "max" else FLOAT}
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
         received, K = probs.sum(2), probs.shape[-1]  # [H, G, K]

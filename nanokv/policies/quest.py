@@ -17,9 +17,7 @@ Cost: the boxes' reads, 1/page of keys and values, then budget rows gathered and
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from ..later import Tensor, torch
 from ..slots import Shapes, Slots
 from .full import Full
 

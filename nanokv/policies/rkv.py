@@ -20,9 +20,7 @@ Column sums need no S x S matrix: sum_i u_i . u_s = u_s . U, less what was forgi
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from ..later import Tensor, torch
 from ..policy import Scoring
 from ..slots import Shapes, Slots
 

@@ -21,9 +21,7 @@ Cost: one bit per query head and slot each step. The cache swings between half a
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from ..later import Tensor, torch
 from ..policy import Scoring
 from ..slots import Shapes, Slots
 
@@ -46,7 +44,7 @@ class Scissorhands(Scoring):
         super().__post_init__()
 
     def marks(self, G: int) -> Shapes:
-        return {"low": ((G, -(-self.history // 8)), torch.uint8)}
+        return {"low": ((G, -(-self.history // 8)), "uint8")}
 
     def observe(self, kv: Slots, q: Tensor, pos: Tensor, probs: Tensor) -> None:
         H, G, S, K = probs.shape

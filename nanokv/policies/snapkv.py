@@ -23,11 +23,8 @@ Cost: w rows of attention once more; nothing while decoding.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from ..attention import WATCHED
+from ..later import F, Tensor, torch
 from ..policy import FLOAT, Scoring
 from ..slots import Shapes, Slots
 

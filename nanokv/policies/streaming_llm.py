@@ -21,9 +21,7 @@ Cost: turning sink keys per head and eviction. What it does not do: bring back w
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from ..later import Tensor, torch
 from ..policy import Policy
 from ..rope import angles, turn
 from ..slots import Shapes, Slots
@@ -43,7 +41,7 @@ class StreamingLLM(Policy):
     def state(self, H: int, G: int, N: int, D: int) -> Shapes:
         if self.positions == "text" or not self.sink:
             return {}
-        return {"sinks": ((H, self.sink, D), torch.float32), "gap": ((1,), torch.long)}
+        return {"sinks": ((H, self.sink, D), "float32"), "gap": ((1,), "int64")}
 
     def score(self, kv: Slots) -> Tensor:
         return kv.pos

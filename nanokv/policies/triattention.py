@@ -21,9 +21,7 @@ Cost: 1.5 D per slot and query head whenever room is made; nothing else while de
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from ..later import Tensor, torch
 from ..policy import Scoring
 from ..query_stats import add, expected, load, means, sums, z_scores
 from ..rope import rotate

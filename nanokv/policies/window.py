@@ -18,8 +18,7 @@ Cost: nothing but the search for the smallest position.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from ..later import Tensor
 from ..policy import Policy
 from ..slots import Slots
 
