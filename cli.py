@@ -47,6 +47,7 @@ def parser() -> Parser:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--threads", type=positive, metavar="N", help="CPU threads")
+    add("--compile", action="store_true", help="compile the decode step: a minute or two before the first run, seconds before the next")
     add_memory_options(p)
 
     answer = p.add_argument_group("answer")
@@ -182,7 +183,7 @@ def planned(o: argparse.Namespace) -> int:
     source = find(o.model, o.dtype, o.device, read=False)
     tokens = o.context or source.config.max_context
     new = min(o.max_new_tokens, tokens // 2)
-    plan = Plan(source.config, policy, tokens - new, new, o.chunk, ITEMSIZE[source.dtype], o.weights)
+    plan = Plan(source.config, policy, tokens - new, new, o.chunk, ITEMSIZE[source.dtype], o.weights, ITEMSIZE.get(o.kv_dtype))
     problem = show(plan, o.model, limit)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -221,7 +222,7 @@ def run(o: argparse.Namespace) -> int:
     ids = prompt_ids(o, prompt, tokenizer)
     if max(ids) >= source.config.vocab_size:
         raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {source.config.vocab_size}")
-    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, ITEMSIZE[source.dtype], o.weights)
+    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, ITEMSIZE[source.dtype], o.weights, ITEMSIZE.get(o.kv_dtype))
     if problem := verdict(plan, limit):
         print(table(plan), file=sys.stderr)
         raise MemoryError(problem)
@@ -241,7 +242,9 @@ def run(o: argparse.Namespace) -> int:
         note(f"at temperature 0, which is greedy, nothing is changed by {', '.join(unused)}")
     if len(ids) + o.max_new_tokens > (trained := model.config.max_context):
         note(f"{len(ids)} prompt + {o.max_new_tokens} new tokens go beyond the {trained} that {o.model} was trained on")
-    engine = nanokv.Engine(model, policy, o.chunk)
+    engine = nanokv.Engine(model, policy, o.chunk, o.compile, o.kv_dtype)
+    if o.compile:
+        note("compiling the decode step; torch keeps the result, so the next run with this model and budget starts sooner")
     answer = answered(o, engine, tokenizer, ids, replace(sample, valid_vocab=tokenizer.vocab_size))
     r = summary(engine, plan, ids, answer.ids, load_s)
     r |= {"text": answer.text, "finish_reason": answer.finish_reason, "seed": sample.seed if o.temperature else None, "model": o.model}

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from .attention import attend_slots, watch_slots
+from .compiled import Compiled
 from .model import ROWS, Attend, Transformer
 from .policy import Policy, victims
 from .reading import Memory, Reading, settle
 from .rope import angles, frequencies, turn
+from .shape import DTYPES
 from .slots import Slots
 
 Sample = Callable[[Tensor], Tensor]  # logits [vocab] -> token [1]
@@ -54,14 +56,18 @@ class Engine(Memory):
 
     `slots` is the memory, one `Slots` a layer; look, but let the policy do the writing.
     `chunk`: read texts this many tokens at a time, which bounds the scratch (None: in one piece).
+    `compile`: decode through torch.compile, see compiled.py. `kv_dtype`: of keys and values, by its name (auto: the model's).
     """
 
-    def __init__(self, model: Transformer, policy: Policy, chunk: int | None = None, compile: bool = False):
+    def __init__(self, model: Transformer, policy: Policy, chunk: int | None = None, compile: bool = False, kv_dtype: str = "auto"):
         if chunk is not None and chunk < 1:
             raise ValueError(f"a chunk must hold at least 1 token, not {chunk}")
         c = model.config
         self.model, self.policy, self.chunk = model, policy, chunk
-        self.like = model.like  # slots live where the model lives, in its dtype
+        if kv_dtype not in ("auto", *DTYPES):
+            raise ValueError(f"kv_dtype must be auto, {', '.join(DTYPES)}, not {kv_dtype!r}")
+        dtype = None if kv_dtype == "auto" else getattr(torch, kv_dtype)
+        self.like = model.like.new_empty(0, dtype=dtype)  # slots live where the model lives, and in its dtype unless told otherwise
         freqs, factor = frequencies(c.rope, c.head_dim, c.max_context)
         self.freqs, self.scale = freqs.to(self.like.device), factor * c.head_dim**-0.5
         self.slots: list[Slots] = []
@@ -69,7 +75,13 @@ class Engine(Memory):
         self.stats = Stats()
         self._rows: list[int] = []
         self._torn = False  # was a step interrupted between its first layer and its last?
-        self._step = torch.compile(self._forward, fullgraph=True) if compile else self._forward
+        self._compiled = Compiled(self._forward, self.like.device) if compile else None
+        self._step = self._compiled or self._forward
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that compiling the decode step took so far."""
+        return self._compiled.seconds if self._compiled else 0.0
 
     @property
     def seen(self) -> int:
@@ -95,6 +107,10 @@ class Engine(Memory):
             p.begin(kv)
             slots.append(kv)
         self.slots, self._rows = slots, rows
+        if self._compiled:  # now, while the memory is empty: so the first step that counts is as fast as the next
+            with torch.no_grad():
+                self._compiled.prepare(slots)
+            self.reset(prompt_len, max_new)
 
     # ---- reading a text ----
 
@@ -197,12 +213,12 @@ class Engine(Memory):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self.slots[layer]
-            q = turn(q, cos, sin)
+            q = turn(q, cos, sin).to(kv.k.dtype)
             kv.write(turn(k, cos, sin), v)
             out, probs = self.attend(kv, q, pos)
             if policy.step or reading and policy.prompt == "queries":
                 policy.observe(kv, q, pos, probs)
-            return out
+            return out.to(v.dtype)
 
         return attend
 
@@ -232,9 +248,9 @@ class Engine(Memory):
             raise ValueError(f"stop must be a collection of token ids, not {stop!r}")
         tokens = self._checked(tokens).tolist()
         self.stats = stats = Stats(prompt_tokens=len(tokens))
-        start = perf_counter()
         if fresh or not self.slots:
             self.reset(len(tokens), max_new if fresh else None)
+        start = perf_counter()  # taking memory, and compiling for it, is no part of reading
         logits = self.extend([*self.pending, *tokens])
         while True:
             token = sample(logits)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from .files import brief, checked, read_json, refuse_pointer, typed
 from .gguf_file import GGUF, read_metadata
+from .shape import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = ("float32", "bfloat16", "float16")  # that a model may run in
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors calls them
 EMBED = "model.embed_tokens.weight"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import read_config
-from .headers import DTYPES, Safetensors, own_dtype, read_config_of, stop_ids
+from .headers import Safetensors, own_dtype, read_config_of, stop_ids
 from .later import torch
 from .memory import FORMS
 from .models import architecture, locate
-from .shape import ModelConfig
+from .shape import DTYPES, ModelConfig
 from .tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

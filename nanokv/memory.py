@@ -90,8 +90,11 @@ class Prefill:
         return self.pools + self.bookkeeping + self.scratch + self.activations
 
 
-def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, chunk: int | None, itemsize: int) -> Prefill:
-    """The plan for a first prompt, read in one piece or `chunk` tokens at a time."""
+def plan_prefill(
+    c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, chunk: int | None, itemsize: int, kv_itemsize: int | None = None
+) -> Prefill:
+    """The plan for a first prompt, read in one piece or `chunk` tokens at a time; kv_itemsize: of keys and values (None: as all)."""
+    kv_itemsize = kv_itemsize or itemsize
     rows = policy.plan(c.n_layers, prompt_len, max_new)
     pieces = -(-prompt_len // (chunk or prompt_len))
     S = -(-prompt_len // pieces)  # pieces are of equal size, but for a token
@@ -101,18 +104,18 @@ def plan_prefill(c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, 
         S = min(S, *rows)
         held = min(held, min(rows) - S)
     H, D, T = c.n_kv_heads, c.head_dim, held + S
-    scratch = 0 if stepped else H * T * (2 * D * itemsize + _slot_bytes(c, policy, itemsize))
+    scratch = 0 if stepped else H * T * (2 * D * kv_itemsize + _slot_bytes(c, policy, kv_itemsize))
     residual = S * (c.dim * itemsize + 2 * D * 4 + 2 * 8)  # with cosine and sine in float32, ids and positions
     C = -(-S // -(-S // ROWS))  # blocks are of equal size, but for a row
     block = min(C, policy.watch, watched_rows(policy.watch, c.n_heads, T))
     watched = C if stepped else block if policy.prompt == "probs" else 0
     own = policy.working(H, c.n_heads // H, T, D, watched)
     ranking = own + H * T * RANKING if T > min(rows) else 0
-    block = _block_bytes(c, C, T, watched, ranking, itemsize)
-    return Prefill(pool_bytes(c, rows, itemsize), bookkeeping_bytes(c, policy, rows, itemsize), scratch, residual + block)
+    block = _block_bytes(c, C, T, watched, ranking, itemsize, kv_itemsize)
+    return Prefill(pool_bytes(c, rows, kv_itemsize), bookkeeping_bytes(c, policy, rows, kv_itemsize), scratch, residual + block)
 
 
-def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, itemsize: int) -> int:
+def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, itemsize: int, kv_itemsize: int) -> int:
     """What lives at once while C rows pass a layer, the last of T tokens, at the moment that takes most.
 
     watched: rows of attention whose probabilities are looked at, one block of them; ranking: bytes to choose who stays.
@@ -122,11 +125,12 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, ite
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
     projected = (C * c.dim + q + 2 * k) * itemsize  # the normed residual and what it became
     turning = max(q * (3 * 4 + cast), q * itemsize + k * (3 * 4 + cast))  # two float32 products and their sum
-    answer = q * itemsize + (_mask_bytes(c, C, T, itemsize) if T > C else 0)
+    answer = q * kv_itemsize + (_mask_bytes(c, C, T, kv_itemsize) if T > C else 0)
     evidence = watched * c.n_heads * T * 8  # logits and probabilities, float32
-    if cast and watched:
+    if kv_itemsize < 4 and watched:
         evidence += c.n_kv_heads * T * D * 4  # and the keys
-    attending = (2 * q + k) * itemsize + max(answer, evidence, ranking)
+    back = q * (kv_itemsize + itemsize) if kv_itemsize != itemsize else 0  # queries meet keys in the keys' dtype, the answer comes back
+    attending = (q + k) * itemsize + q * kv_itemsize + max(answer, evidence, ranking, back)
     mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
     return max(projected + turning, projected + attending, mlp)
 

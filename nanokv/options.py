@@ -136,6 +136,7 @@ def add_memory_options(p: Parser) -> None:
     add("--set", action="append", default=[], metavar="DIAL=VALUE", help="any other dial of the policy; repeatable")
     add("--chunk", type=positive, metavar="N", help="read the prompt N tokens at a time, for a lower peak; a policy that evicts "
         "then chooses after each piece, so its answer may differ")
+    add("--kv-dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="of keys and values (default: the model's)")
     add("--memory", metavar="SIZE", help="refuse to start if more than this would be needed, such as 24GiB (default: what the machine has)")
     add("--plan", action="store_true", help="say what a run would take, and whether it fits, without reading weights")
     add("--context", type=positive, metavar="N", help="with --plan: tokens of prompt and answer together")

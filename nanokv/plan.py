@@ -70,10 +70,16 @@ class Plan:
     chunk: int | None
     itemsize: int
     weights: str = "native"
+    kv_itemsize: int | None = None  # of keys and values; None: as all other numbers
+
+    @property
+    def kv_number(self) -> int:
+        """Bytes of a number in a key or a value."""
+        return self.kv_itemsize or self.itemsize
 
     @property
     def prefill(self) -> Prefill:
-        return plan_prefill(self.config, self.policy, self.prompt, self.new, self.chunk, self.itemsize)
+        return plan_prefill(self.config, self.policy, self.prompt, self.new, self.chunk, self.itemsize, self.kv_itemsize)
 
     @property
     def peak(self) -> int:
@@ -83,11 +89,11 @@ class Plan:
     def lines(self) -> list[tuple[str, int, str]]:
         """(what, bytes, remark) of the table."""
         c, p, tokens = self.config, self.prefill, self.prompt + self.new
-        per_token = kv_bytes(c, 1, self.itemsize)
+        per_token = kv_bytes(c, 1, self.kv_number)
         rows = self.policy.plan(c.n_layers, self.prompt, self.new)
         mean = sum(rows) / len(rows)
         remark = REMARKS.get(self.weights, f"{8 * self.itemsize} bits a weight")
-        full = kv_bytes(c, tokens, self.itemsize)
+        full = kv_bytes(c, tokens, self.kv_number)
         read = sum(self.policy.reads(layer, n, tokens) for layer, n in enumerate(rows)) / c.n_layers
         return [
             ("weights", weight_bytes(c, self.weights, self.itemsize), remark),

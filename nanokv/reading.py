@@ -30,7 +30,7 @@ class Memory:
 class Reading:
     """Answers `attend` for one text of S tokens, read by one memory, or by several side by side.
 
-    Several memories must hold tokens at the same positions and share a model: the attention itself
+    Several memories must hold tokens at the same positions, in one dtype, and share a model: the attention itself
     is computed once, over what the first of them holds, and every policy watches it.
     """
 
@@ -48,6 +48,7 @@ class Reading:
             self.texts = [m.slots[layer].beside(self.S) for m in self.memories]
         rows = slice(self.done, self.done + q.shape[2])
         q, k = (turn(x, self.cos[rows], self.sin[rows]) for x in (q, k))
+        q = q.to(self.texts[0].k.dtype)
         for text in self.texts:
             text.append(k, v)
         self.done = rows.stop
@@ -60,7 +61,7 @@ class Reading:
             self.done = 0
             for memory, text in zip(self.memories, self.texts):
                 settle(memory.policy, text, memory.slots[layer])
-        return out
+        return out.to(v.dtype)
 
     def _watch(self, memory: Memory, text: Slots, q: Tensor, pos: Tensor) -> None:
         """Show the policy those of these rows that are among the text's last `watch`, as it wants to see them."""

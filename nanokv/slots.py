@@ -95,6 +95,12 @@ class Slots:
             self.own.copy_(owner == torch.arange(H, device=device)[:, None])
             self.entry.copy_(owner * self.width + column)
 
+    def tensors(self) -> list[Tensor]:
+        """All of this memory."""
+        own = [] if self.own is None else [self.own, self.entry]
+        places = [self.base, self.caps, self.offset, self.cursor, self.now]
+        return [self.k, self.v, self.pos, self.free, *places, *own, *self.marks.values(), *self.state.values()]
+
     @property
     def live(self) -> Tensor:
         """Which slots hold a token [H, N]."""
@@ -154,8 +160,8 @@ class Slots:
         at = self.cursor if S == 1 else self.cursor + torch.arange(S, device=k.device)
         slots = self.free.index_select(1, at).long()
         rows = self.rows(slots).view(-1)
-        self.k.index_copy_(0, rows, k.reshape(-1, D))
-        self.v.index_copy_(0, rows, v.reshape(-1, D))
+        self.k.index_copy_(0, rows, k.reshape(-1, D).to(self.k.dtype))
+        self.v.index_copy_(0, rows, v.reshape(-1, D).to(self.v.dtype))
         entry = (slots + self.offset).view(-1)
         time = self.now if S == 1 else self.now + torch.arange(S, device=k.device)
         self.pos.view(-1).index_copy_(0, entry, time.int().expand(H, S).reshape(-1))

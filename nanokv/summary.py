@@ -14,7 +14,7 @@ from .plan import Plan
 def summary(engine: Engine, plan: Plan, prompt: Sequence[int], answer: Sequence[int], load_s: float) -> dict[str, Any]:
     """The run in names that stay stable. Bytes are bytes, times seconds, rates tokens a second."""
     stats = engine.stats
-    timings = {"load_s": load_s, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s}
+    timings = {"load_s": load_s, "compile_s": engine.compile_s, "prefill_s": stats.prefill_s, "decode_s": stats.decode_s}
     timings |= {n: getattr(stats, n) for n in ("prefill_tokens_per_s", "decode_tokens_per_s")}
     return {
         "text": "",
@@ -26,7 +26,7 @@ def summary(engine: Engine, plan: Plan, prompt: Sequence[int], answer: Sequence[
         "kv": memory_held(engine, plan, len(prompt) + len(answer)),
         "seed": None,
         "model": engine.model.config.name,
-        "dtype": str(engine.like.dtype).removeprefix("torch."),
+        "dtype": str(engine.model.like.dtype).removeprefix("torch."),
         "device": str(engine.like.device),
     }
 
@@ -39,6 +39,7 @@ def memory_held(engine: Engine, plan: Plan, tokens: int) -> dict[str, Any]:
     return {
         "policy": policy.name,
         "budget": policy.budget,
+        "dtype": str(engine.like.dtype).removeprefix("torch."),
         "slots_per_head": [sum(kv.shares) // len(kv.shares) for kv in slots],
         "bytes": sum(kv.bytes for kv in slots),
         "bytes_planned": plan.prefill.pools,
@@ -57,7 +58,8 @@ def stats_line(r: dict[str, Any]) -> str:
     slots = "-".join(map(str, dict.fromkeys((rows[0], rows[-1]))))  # a pyramid's layers differ
     kept = "as planned" if kv["bytes"] == kv["bytes_planned"] else f"of {kv['bytes_planned'] / 2**20:.1f} MiB planned"
     full = f" (full {kv['bytes_full'] / 2**20:.1f} MiB)" if kv["budget"] is not None else ""
-    parts = [
+    compiled = [f"compiled in {timings['compile_s']:.1f} s"] if timings["compile_s"] else []
+    parts = compiled + [
         f"prompt {usage['prompt_tokens']} tok {timings['prefill_tokens_per_s']:.1f} tok/s",
         f"decode {usage['new_tokens']} tok {timings['decode_tokens_per_s']:.1f} tok/s",
         f"kv {slots} slots x {len(kv['slots_per_head'])} layers {kv['bytes'] / 2**20:.1f} MiB {kept}{full}",

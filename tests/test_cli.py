@@ -102,13 +102,14 @@ def test_json_is_one_object_with_the_promised_names(run):
     assert list(r) == [
         "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timings", "kv", "seed", "model", "dtype", "device"
     ]  # fmt: skip
-    assert list(r["timings"]) == ["load_s", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"]
+    assert list(r["timings"]) == ["load_s", "compile_s", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"]
     T = len(r["prompt_token_ids"])
     assert r["usage"] == {"prompt_tokens": T, "new_tokens": 9} and len(r["token_ids"]) == 9
     peak = r["kv"].pop("peak_prefill_bytes")
     assert r["kv"] == {
         "policy": "window",
         "budget": 16,
+        "dtype": "float32",
         "slots_per_head": [16, 16, 16],
         "bytes": 2 * 3 * 2 * 8 * 16 * 4,
         "bytes_planned": 2 * 3 * 2 * 8 * 16 * 4,

@@ -122,6 +122,20 @@ def test_the_first_overflow_divides_the_heads_wherever_it_happens():
                 assert any(kv.shares != [16, 16] for kv in engine.slots), f"{name}, a prompt of {prompt}, chunk {chunk}"
 
 
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_keys_and_values_may_be_shorter_than_the_rest(name):
+    """float32 all through, with bfloat16 slots: near the float32 answer, and not equal to it."""
+    model, text = tiny(), tokens(40)
+    policy = REGISTRY[name]() if name == "full" else small(name, 64)
+    plain, short = (read(Engine(model, policy, kv_dtype=d), text, 20) for d in ("auto", "bfloat16"))
+    assert short.dtype == torch.float32 and 0 < (short - plain).norm() < 0.02 * plain.norm()
+
+
+def test_an_unknown_kv_dtype_is_named():
+    with pytest.raises(ValueError, match="kv_dtype must be auto, .* not 'int8'"):
+        Engine(tiny(), small("window"), kv_dtype="int8")
+
+
 # ---- generation ----
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanokv.engine import Engine
-from nanokv.memory import bookkeeping_bytes, kv_bytes, plan_prefill, pool_bytes
+from nanokv.memory import ITEMSIZE, bookkeeping_bytes, kv_bytes, plan_prefill, pool_bytes
 from nanokv.model import ModelConfig
 from nanokv.policy import make
 
@@ -62,10 +62,10 @@ def test_the_formula_gives_the_figures_people_quote(c, tokens, itemsize, expecte
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name, splits", variants())
 def test_what_stands_is_what_was_counted(name, splits, dtype):
-    model = tiny().to(dtype)
+    model = tiny()
     budget = {} if name == "full" else {"budget": 64}
     policy = make(name, **budget, **splits)
-    engine = Engine(model, policy)
+    engine = Engine(model, policy, kv_dtype=str(dtype).removeprefix("torch."))
     engine.reset(100, 20)
     c, rows = model.config, policy.plan(model.config.n_layers, 100, 20)
     pools = [x for kv in engine.slots for x in (kv.k, kv.v)]
@@ -81,15 +81,15 @@ def test_what_stands_is_what_was_counted(name, splits, dtype):
 
 
 @pytest.mark.parametrize("chunk", [None, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, kv", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("name, dials", [("full", {}), ("window", {"budget": 256}), ("streaming_llm", {"budget": 256})])
-def test_the_peak_of_a_prompt_is_the_planned_one(name, dials, dtype, chunk):
-    model = tiny(dim=192, n_heads=6, n_kv_heads=2, head_dim=32, ffn_dim=512).to(dtype)
+def test_the_peak_of_a_prompt_is_the_planned_one(name, dials, dtype, kv, chunk):
+    model = tiny(dim=192, n_heads=6, n_kv_heads=2, head_dim=32, ffn_dim=512).to(getattr(torch, dtype))
     policy, prompt = make(name, **dials), [5] * 1500
-    engine = Engine(model, policy, chunk)
+    engine = Engine(model, policy, chunk, kv_dtype=kv)
     with Allocations(engine.freqs, *model.parameters()) as memory:
         next(engine.generate(prompt, 8))
-    planned = plan_prefill(model.config, policy, len(prompt), 8, chunk, dtype.itemsize)
+    planned = plan_prefill(model.config, policy, len(prompt), 8, chunk, ITEMSIZE[dtype], ITEMSIZE[kv])
     assert 0.95 < planned.peak / memory.peak < 1.05
     assert planned.pools + planned.bookkeeping <= memory.now < 1.02 * (planned.pools + planned.bookkeeping)
 
