@@ -6,12 +6,17 @@ import sys
 from argparse import Namespace
 
 import pytest
+import torch
 from conftest import tiny
 
-from nanokv.bench import memory, speed
+from nanokv.bench import _policies, memory, speed
 from nanokv.bench._output import Finished
+from nanokv.bench._peers import Peer
 from nanokv.bench.__main__ import lessons, main
+from nanokv.checkpoint import DTYPES
 from nanokv.loading import Bytes
+from nanokv.model import ModelConfig
+from nanokv.noise import random_model
 from nanokv.options import UsageError
 from nanokv.tokenizer import Tokenizer
 
@@ -106,7 +111,11 @@ def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_speed(monkeypatch):
-    monkeypatch.setattr(speed, "load", lambda *_: (tiny(vocab_size=256), Tokenizer(Bytes())))
+    def load(name, dtype, device, weights):
+        model = tiny(vocab_size=256).to(DTYPES[dtype])
+        return model if weights == "native" else random_model(model.config, DTYPES[dtype], form=weights), Tokenizer(Bytes())
+
+    monkeypatch.setattr(_policies, "load", load)
     monkeypatch.setattr(speed, "bandwidth", lambda: 1e9)
 
 
@@ -136,27 +145,82 @@ def test_speed_says_which_policy_cannot_and_goes_on(tiny_speed, capsys):
     assert all(r["over_full"] is None for r in found["rows"] if r["policy"] == "window"), "full was not run"
 
 
-class Echo:
+@pytest.mark.parametrize("tied", (True, False))
+@pytest.mark.parametrize("form, bits", [("native", 16), ("int8", 8), ("int4", 4)])
+def test_a_token_reads_every_weight_once_and_its_own_row_of_the_embedding(tied, form, bits):
+    c = ModelConfig(vocab_size=192, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=128, qkv_bias=True, tied=tied)
+    layer = {(128, 64): 1, (64, 64): 1, (256, 64): 1, (64, 128): 1}  # qkv, o, gate and up, down
+
+    def matrix(rows: int, columns: int, bits: int) -> int:
+        scales = {16: 0, 8: 2 * rows, 4: 2 * 2 * rows * columns // 32}[bits]  # a scale a row; a scale and a zero for 32 columns
+        return rows * columns * bits // 8 + scales
+
+    rest = 2 * (64 * (2 * 2 + 1) + 128 * 2)  # norms and biases
+    ends = max(bits, 8)  # the head has no fewer bits than that
+    expected = rest + 2 * sum(matrix(*shape, bits) for shape in layer) + matrix(192, 64, ends)
+    expected += 0 if tied else matrix(1, 64, ends)
+    assert speed.weight_bytes(random_model(c, torch.bfloat16, form=form)) == expected
+
+
+def test_speed_puts_forms_side_by_side_each_beside_its_own_full(tiny_speed, capsys):
+    rows = run(capsys, *"speed --forms float32,bfloat16,int8 --lengths 20 --policies full,window --budgets 8 --rounds 2 --prefill-rounds 1".split())["rows"]
+    decode = {(r["policy"], r["form"]): r for r in rows if r["measure"] == "decode"}
+    assert len(rows) == 2 * 6 and [form for _, form in decode] == ["float32"] * 2 + ["bfloat16"] * 2 + ["int8"] * 2
+    for form in ("float32", "bfloat16", "int8"):
+        assert decode[("window", form)]["over_full"] == pytest.approx(decode[("window", form)]["ms"] / decode[("full", form)]["ms"])
+    assert decode[("full", "float32")]["floor_ms"] == pytest.approx(2 * decode[("full", "bfloat16")]["floor_ms"])
+    assert decode[("full", "bfloat16")]["floor_ms"] > decode[("full", "int8")]["floor_ms"]
+
+
+def test_a_form_that_is_none_is_named(capsys):
+    assert main(["speed", "--forms", "float32,int2"]) == 2 and "no form of weights is called 'int2'; there are auto, float32" in capsys.readouterr().err
+
+
+class Echo(Peer):
     """Another engine."""
 
-    def __init__(self):
-        self.heard = []
+    def __init__(self, name, dtype=""):
+        self.name, self.dtype, self.heard = name, dtype, []
 
     def read(self, tokens):
-        self.heard.append(len(tokens))
+        self.heard.append(list(tokens))
 
     def step(self, token):
-        self.heard.append(1)
+        self.heard[-1].append(token)
 
 
-def test_peers_take_their_turns(tiny_speed, capsys, monkeypatch):
-    echo = Echo()
+def test_peers_take_their_turns_and_are_fed_what_the_engines_are(tiny_speed, capsys, monkeypatch):
+    echo, fed = Echo("echo"), []
+
+    def decoded(engine, token):
+        fed.append(int(token))
+        return real(engine, token)
+
+    real = speed.Engine.decode
+    monkeypatch.setattr(speed.Engine, "decode", decoded)
     monkeypatch.setattr(speed, "check_peers", lambda names: None)
-    monkeypatch.setattr(speed, "peers", lambda names, *_: dict.fromkeys(names, echo))
+    monkeypatch.setattr(speed, "peers", lambda *_: [echo])
     found = run(capsys, *"speed --lengths 20 --policies full --rounds 2 --prefill-rounds 1 --peers echo".split())
-    assert echo.heard == [20, 1, 1, 1, 1, 1, 20]
+    answer, prompt = echo.heard
+    assert len(prompt) == 20 and answer == prompt + fed and len(fed) == 5
     assert [(r["measure"], r["policy"]) for r in found["rows"]] == [
         ("decode", "full"), ("decode", "echo"), ("prefill", "full"), ("prefill", "echo")]
+    for ours, theirs in zip(found["rows"][::2], found["rows"][1::2]):
+        assert ours["echo_over"] == pytest.approx(theirs["ms"] / ours["ms"]) and theirs["form"] is None
+
+
+def test_a_form_is_compared_with_the_peer_in_its_dtype(tiny_speed, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(speed, "check_peers", lambda names: None)
+    monkeypatch.setattr(speed, "peers", lambda names, model, dtypes, length: asked.append(dtypes) or [Echo("echo", d) for d in dtypes])
+    rows = run(capsys, *"speed --forms float32,bfloat16,int4 --lengths 20 --policies full --rounds 2 --prefill-rounds 1 --peers echo".split())["rows"]
+    assert asked == [["float32", "bfloat16"]]
+    for measure in ("decode", "prefill"):
+        ms = {(r["policy"], r["form"]): r["ms"] for r in rows if r["measure"] == measure}
+        ratio = {r["form"]: r["echo_over"] for r in rows if r["measure"] == measure and r["policy"] == "full"}
+        assert len(ms) == 5
+        for form, dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("int4", "bfloat16")):
+            assert ratio[form] == pytest.approx(ms[("echo", dtype)] / ms[("full", form)])
 
 
 def test_stream_allocates_what_is_planned_and_no_more(capsys):
