@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import forgets, tiny
 
-from nanokv.bench import _policies, memory, speed
+from nanokv.bench import _policies, memory, speed, start, stream
 from nanokv.bench._output import Finished
 from nanokv.bench._peers import Peer
 from nanokv.bench.__main__ import lessons, main
@@ -18,6 +19,7 @@ from nanokv.loading import Bytes
 from nanokv.model import ModelConfig
 from nanokv.noise import random_model
 from nanokv.options import UsageError
+from nanokv.policy import REGISTRY
 from nanokv.tokenizer import Tokenizer
 
 
@@ -25,7 +27,7 @@ def test_help_names_every_bench_with_its_lesson(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: python -m nanokv.bench NAME") and "needle       Does an answer still find a fact" in out
-    assert set(lessons()) >= {"attention", "memory", "needle", "perplexity", "speed", "stream"} and not [n for n in lessons() if n[0] == "_"]
+    assert set(lessons()) >= {"attention", "memory", "needle", "perplexity", "speed", "start", "stream"} and not [n for n in lessons() if n[0] == "_"]
 
 
 @pytest.mark.parametrize("argv, code, said", [
@@ -201,7 +203,8 @@ def test_peers_take_their_turns_and_are_fed_what_the_engines_are(tiny_speed, cap
     monkeypatch.setattr(speed, "check_peers", lambda names: None)
     monkeypatch.setattr(speed, "peers", lambda *_: [echo])
     found = run(capsys, *"speed --lengths 20 --policies full --rounds 2 --prefill-rounds 1 --peers echo".split())
-    answer, prompt = echo.heard
+    answer, warm, prompt = echo.heard
+    assert warm == prompt[: len(warm)] and warm
     assert len(prompt) == 20 and answer == prompt + fed and len(fed) == 5
     assert [(r["measure"], r["policy"]) for r in found["rows"]] == [
         ("decode", "full"), ("decode", "echo"), ("prefill", "full"), ("prefill", "echo")]
@@ -228,6 +231,72 @@ def test_stream_allocates_what_is_planned_and_no_more(capsys):
     rows = run(capsys, *argv)["rows"]
     assert [(r["policy"], r["budget"], r["tokens"]) for r in rows] == [("window", 32, 60), ("h2o", 32, 60)]
     assert all(r["kv_bytes"] == r["kv_bytes_planned"] <= r["allocated_bytes"] for r in rows) and rows[0]["ratio"] > 0
+
+
+def test_a_stream_of_all_policies_is_of_those_that_evict():
+    asked = stream.options("--shape tiny --policies all".split()).policies
+    assert asked == [name for name in _policies.ORDER if forgets(REGISTRY[name]())] and 9 <= len(asked) < len(_policies.ORDER)
+    assert stream.options(["--policies", "full"]).policies == ["full"]
+
+
+def test_a_policy_that_evicts_many_at_a_time_is_timed_in_whole_cycles(capsys, monkeypatch):
+    """One step of eight takes 8 seconds, the others none, and once somebody else keeps the machine busy: 1 second a step."""
+    real = stream.step
+
+    def step(engine, tokens):
+        evicts = engine.slots[0].room == 0
+        real(engine, tokens)
+        return 8 * evicts + 1000 * (engine.seen == 68)
+
+    monkeypatch.setattr(stream, "step", step)
+    argv = "stream --shape tiny --budgets 32 --tokens 60 --at 40 --policies scissorhands --set scissorhands.interval=8".split()
+    (row,) = run(capsys, *argv, "--pairs", "5")["rows"]
+    assert (row["cycle"], row["pairs"], row["ms_at_40"], row["ms_at_60"], row["ratio"]) == (8, 24, 1000, 1000, 1)
+    (row,) = run(capsys, *argv, "--pairs", "25")["rows"]
+    assert row["pairs"] == 32
+
+
+# ---- from the command to the first token ----
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Processes that end at once: a clock says how long each took, by whose it is and in which form."""
+    clock, ran = [0.0], []
+
+    def process(command, **_):
+        whose = "nanokv" if command[1:3] == ["-m", "nanokv"] else "transformers"
+        dtype = command[command.index("--dtype") + 1] if whose == "nanokv" else command[5]
+        weights = command[command.index("--weights") + 1] if whose == "nanokv" else ""
+        ran.append((whose, dtype, weights))
+        clock[0] += 100 * (ran.count(ran[-1]) == 1) + (8 if whose == "transformers" else 2 if dtype == "float32" else 4)
+        return Namespace(returncode=int(weights == "int4"), stdout="Blue\n", stderr="a\nerror: no kernel\n")
+
+    monkeypatch.setattr(start.subprocess, "run", process)
+    monkeypatch.setattr(start.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(start, "locate", Path)
+    monkeypatch.setattr(start, "check_peers", lambda names: None)
+    return ran
+
+
+def test_commands_take_turns_and_the_first_round_does_not_count(processes, capsys):
+    rows = run(capsys, *"start --model any.gguf --forms float32,int8 --rounds 2".split())["rows"]
+    turn = [("nanokv", "float32", "native"), ("nanokv", "bfloat16", "int8"), ("transformers", "float32", ""), ("transformers", "bfloat16", "")]
+    assert processes == 3 * turn
+    assert [(r["command"], r["form"], r["s"], r["transformers_over"], r["said"]) for r in rows] == [
+        ("nanokv", "float32", 2, 4, "Blue"), ("nanokv", "int8", 4, 2, "Blue"), ("transformers", "float32", 8, None, "Blue"), ("transformers", "bfloat16", 8, None, "Blue")]
+
+
+def test_a_command_that_fails_says_why_and_is_not_run_again(processes, capsys):
+    rows = run(capsys, *"start --model any.gguf --forms int4 --rounds 2".split(), code=1)["rows"]
+    assert rows[0] == {"command": "nanokv", "form": "int4", "s": None, "transformers_over": None, "failed": "error: no kernel"}
+    assert rows[1]["s"] == 8 and [whose for whose, *_ in processes] == ["nanokv"] + 3 * ["transformers"]
+
+
+@pytest.mark.slow
+def test_both_commands_say_the_same_token(smollm2, capsys):
+    rows = run(capsys, *f"start --model {smollm2} --forms float32 --rounds 1".split())["rows"]
+    assert len(rows) == 2 and rows[0]["said"] == rows[1]["said"] != "" and rows[0]["transformers_over"] > 0
 
 
 def test_memory_says_which_measurement_failed_and_ends_with_1(capsys, monkeypatch):

@@ -35,8 +35,7 @@ def parser(bench: str, lesson: str | None, budgets: str, model: str | None = "sm
     if model:
         p.add_argument("--model", default=model, help="a name, a directory, or a .gguf file (default: %(default)s)")
     if forms:
-        said = f"of the weights: {', '.join(FORMS)}, with commas between them; int8 and int4 are codes, and compute in bfloat16 (default: %(default)s)"
-        p.add_argument("--forms", "--dtype", default="float32", help=said)
+        add_forms(p)
     else:
         p.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     p.add_argument("--policies", default="all", help="names with commas between them (default: %(default)s)")
@@ -48,25 +47,36 @@ def parser(bench: str, lesson: str | None, budgets: str, model: str | None = "sm
     return p
 
 
-def parsed(p: Parser, argv: Sequence[str], quick: Mapping[str, object]) -> argparse.Namespace:
-    """The command line, understood; with --quick other defaults hold. ValueError for what there is none of."""
+def parsed(p: Parser, argv: Sequence[str], quick: Mapping[str, object], fit: Callable[[Policy], bool] = lambda _: True) -> argparse.Namespace:
+    """The command line, understood; with --quick other defaults hold. `all` policies: those that are fit. ValueError for what there is none of."""
     if "--quick" in argv:
         p.set_defaults(**quick)
     args = p.read(argv)
     known = [*ORDER, *sorted(set(REGISTRY) - set(ORDER))]
-    args.policies = known if args.policies == "all" else args.policies.split(",")
+    args.policies = [name for name in known if fit(REGISTRY[name]())] if args.policies == "all" else args.policies.split(",")
     args.set = dials(args.set)
     for name in [*args.policies, *args.set]:
         if name not in known:
             raise ValueError(f"no policy is called {name!r}; there are {', '.join(known)}")
     args.budgets = numbers("budgets", args.budgets)
     if hasattr(args, "forms"):
-        args.dtype, args.forms = args.forms, list(dict.fromkeys(args.forms.split(",")))
-        for form in args.forms:
-            if form not in FORMS:
-                raise ValueError(f"no form of weights is called {form!r}; there are {', '.join(FORMS)}")
+        take_forms(args)
     check_outputs(args)
     return args
+
+
+def add_forms(p: Parser) -> None:
+    """--forms."""
+    said = f"of the weights: {', '.join(FORMS)}, with commas between them; int8 and int4 are codes, and compute in bfloat16 (default: %(default)s)"
+    p.add_argument("--forms", "--dtype", default="float32", help=said)
+
+
+def take_forms(args: argparse.Namespace) -> None:
+    """Read what --forms says. ValueError for a form that there is none of."""
+    args.dtype, args.forms = args.forms, list(dict.fromkeys(args.forms.split(",")))
+    for form in args.forms:
+        if form not in FORMS:
+            raise ValueError(f"no form of weights is called {form!r}; there are {', '.join(FORMS)}")
 
 
 def loaded(args: argparse.Namespace, form: str, device: str = "auto") -> tuple[Transformer, Tokenizer]:

@@ -149,7 +149,9 @@ def prefill_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer
     able = [c for c in every if not c.failed]
     actions = {c.name: reading(c.engine) for c in able if c.attempt(lambda: c.engine.reset(length, SPARE)) or not c.failed}
     actions |= {called(p.name, None, p.dtype): lambda p=p: p.read(text) for p in others}
-    next(iter(actions.values()), dict)()  # what torch does once, whoever comes first
+    for peer in others:
+        peer.read(text[:SPARE])
+    next(iter(actions.values()), dict)()  # what is done once, whoever comes first
     median = in_turn(actions, args.prefill_rounds, "prefill")
     rows = []
     for cell in every:
