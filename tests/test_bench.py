@@ -6,20 +6,22 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import foreign
 import pytest
 import torch
 from conftest import forgets, tiny
 
-from nanokv.bench import _policies, memory, speed, start, stream
+from nanokv.bench import _peers, _policies, memory, speed, start, stream
 from nanokv.bench._output import Finished
 from nanokv.bench._peers import Peer
 from nanokv.bench.__main__ import lessons, main
-from nanokv.checkpoint import DTYPES
+from nanokv.checkpoint import DTYPES, load_model
+from nanokv.engine import Engine
 from nanokv.loading import Bytes
 from nanokv.model import ModelConfig
 from nanokv.noise import random_model
 from nanokv.options import UsageError
-from nanokv.policy import REGISTRY
+from nanokv.policy import REGISTRY, make
 from nanokv.tokenizer import Tokenizer
 
 
@@ -224,6 +226,37 @@ def test_a_form_is_compared_with_the_peer_in_its_dtype(tiny_speed, capsys, monke
         assert len(ms) == 5
         for form, dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("int4", "bfloat16")):
             assert ratio[form] == pytest.approx(ms[("echo", dtype)] / ms[("full", form)])
+
+
+def test_who_is_told_its_dtype_takes_part_once_for_each(monkeypatch):
+    made = []
+
+    def named(name):
+        return lambda path, dtype, length: made.append((name, path.name, dtype, length)) or Echo(name, dtype)
+
+    monkeypatch.setattr(_peers, "PEERS", {name: ("json", named(name)) for name in ("transformers", "llama.cpp")})
+    monkeypatch.setattr(_peers, "locate", Path)
+    found = _peers.peers(["llama.cpp", "transformers"], "any.gguf", ["float32", "bfloat16"], 30)
+    assert [(p.name, p.dtype) for p in found] == [("llama.cpp", ""), ("transformers", "float32"), ("transformers", "bfloat16")]
+    assert made == [(p.name, "any.gguf", p.dtype, 30) for p in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, package", [("transformers", "transformers"), ("llama.cpp", "llama_cpp")])
+def test_peers_read_what_they_are_fed(smollm2, name, package):
+    """Read twice, so that nothing of the first text may be left; the likeliest next token is then that of our own engine."""
+    pytest.importorskip(package)
+    (peer,) = _peers.peers([name], str(smollm2), ["float32"], 64)
+    engine, text = Engine(load_model(smollm2, torch.float32), make("full")), [int(t) for t in foreign.tokens(30)]
+    engine.reset(29, 1)
+    engine.extend(text[:29])
+    ours = engine.decode(text[29:])
+    peer.read(text[5:25])
+    peer.read(text[:29])
+    theirs = peer.step(text[29])
+    if name == "llama.cpp":
+        theirs = torch.tensor(peer.llama._ctx.get_logits()[: len(ours)])
+    assert theirs.flatten().float().argmax() == ours.argmax() and torch.corrcoef(torch.stack((theirs.flatten().float(), ours)))[0, 1] > 0.99
 
 
 def test_stream_allocates_what_is_planned_and_no_more(capsys):

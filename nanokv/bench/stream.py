@@ -6,7 +6,7 @@ their step times says whether age costs anything. Allocated bytes are counted al
 
 A policy that evicts m tokens at a time pays for it in one step of m, so whole cycles of m steps are timed. Of each
 place in the cycle the median over the cycles counts, and the step time is the mean of those.
-The weights are random; with `--shape layer`, a head of few tokens, the step's time is that of its layers and its policy.
+The weights are random, and the tokens to choose from few: so the step's time is that of layers and policy, not of the head.
 """
 
 import argparse
@@ -122,10 +122,10 @@ def options(argv: list[str]) -> argparse.Namespace:
     p.set_defaults(policies="window,streaming_llm")
     p.add_argument("--tokens", type=positive, default=100_000, help="how far the old engine has streamed (default: %(default)s)")
     p.add_argument("--at", type=positive, default=2_000, help="how far the young one has (default: %(default)s)")
-    p.add_argument("--chunk", type=int, default=0, help="stream in chunks of so many tokens (0: one by one), but the last thousand")
+    p.add_argument("--chunk", type=int, default=1024, help="tokens read at a time on the way, but for the last thousand (0: one by one; default: %(default)s)")
     p.add_argument("--pairs", type=positive, default=1_000, help=f"steps of each that are timed, or a few more: whole cycles, {CYCLES} at least (default: %(default)s)")
-    p.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
-    p.add_argument("--layers", type=positive, default=2, help="of the random model (default: %(default)s)")
+    p.add_argument("--shape", default="layer", choices=list(SHAPES), help="of the random model: smollm2-135m, its layers alone, or a tiny one (default: %(default)s)")
+    p.add_argument("--layers", type=positive, default=2, help="how many layers it has (default: %(default)s)")
     p.add_argument("--budget", dest="budgets", help="the same as --budgets")
     args = parsed(p, argv, {"tokens": 5_000, "at": 1_100, "pairs": 200}, evicts)
     at_least(0, args, "chunk")
