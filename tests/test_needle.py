@@ -11,12 +11,13 @@ import torch
 from conftest import REGISTRY, small, tiny, variants
 
 from nanokv import make
-from nanokv.bench import _cells, needle
+from nanokv.bench import _cells, _policies, needle
 from nanokv.bench.__main__ import main
 from nanokv.bench._cells import ask, cells
 from nanokv.bench._haystack import HIDDEN, KINDS, prompts, sentences
 from nanokv.bench._output import Finished
 from nanokv.bench._together import answer, apart, read_together
+from nanokv.checkpoint import DTYPES
 from nanokv.engine import Engine
 from nanokv.policies.window import Window
 
@@ -193,7 +194,7 @@ ARGV = "--budgets 8,32 --prompts 3 --lengths 60,100 --policies full,window,snapk
 def words(monkeypatch):
     """The bench, with a tiny model whose tokens are words."""
     words = Words(97)
-    monkeypatch.setattr(needle, "load", lambda name, dtype: (tiny(), words))
+    monkeypatch.setattr(_policies, "load", lambda *_: (tiny(), words))
 
 
 def run(capsys, *argv: str) -> tuple[list[str], dict]:
@@ -209,6 +210,23 @@ def test_the_command_line(words, capsys):
     assert [len(r["hits"]) for r in got["rows"]] == [3, 3, 3, 0, 3] and "cannot hold" in got["rows"][3]["failed"]
     assert [length for length, _ in got["prompts"]] == [60, 60, 100]
     assert any(line.split() == ["snapkv", "-", "0"] for line in lines) and any(line.split() == ["full", "0", "0"] for line in lines)
+
+
+def test_every_form_of_the_weights_is_asked_the_same(words, capsys, monkeypatch, tmp_path):
+    asked = []
+
+    def answers(every, question, tokenizer):
+        asked.append((every[0].form, every[0].engine.model.like.dtype, question.tokens))
+        return [{"answer": every[0].form, "held": {}} for _ in every]
+
+    monkeypatch.setattr(_policies, "load", lambda name, dtype, device, weights: (tiny().to(DTYPES[dtype]), Words(97)))
+    monkeypatch.setattr(_cells, "answers", answers)
+    monkeypatch.setattr(needle, "hits", lambda cell, asked: f"{cell.answers}")
+    argv = [*ARGV, "--forms", "float32,int8", "--resume", str(tmp_path / "run")]
+    _, got = run(capsys, *argv)
+    assert [dtype for _, dtype, _ in asked] == [torch.float32] * 3 + [torch.bfloat16] * 3 and [t for *_, t in asked[:3]] == [t for *_, t in asked[3:]]
+    assert {r["form"]: r["hits"] for r in got["rows"]} == {form: str([form] * 3) for form in ("float32", "int8")}
+    assert run(capsys, *argv)[1]["rows"] == got["rows"] and len(asked) == 6, "what is finished is read, each form's own"
 
 
 def test_a_second_run_says_the_same(words, capsys):

@@ -15,7 +15,7 @@ import transformers
 from conftest import tiny
 
 from nanokv import make
-from nanokv.bench import _output, perplexity
+from nanokv.bench import _output, _policies, perplexity
 from nanokv.bench.__main__ import main
 from nanokv.bench._text import SAMPLE
 from nanokv.checkpoint import load_model
@@ -65,7 +65,7 @@ def test_what_counts():
 def small(monkeypatch):
     """The bench, with a tiny model that reads bytes."""
     model = tiny(vocab_size=256)
-    monkeypatch.setattr(perplexity, "load", lambda name, dtype: (model, Tokenizer(Bytes())))
+    monkeypatch.setattr(_policies, "load", lambda *_: (model, Tokenizer(Bytes())))
 
 
 def run(capsys, *argv: str) -> tuple[str, dict]:
@@ -86,6 +86,17 @@ def test_every_policy_has_its_row_and_a_second_run_says_the_same(small, capsys):
     assert run(capsys, *argv)[0] == out
 
 
+def test_every_form_of_the_weights_has_its_rows(capsys, monkeypatch, tmp_path):
+    """Seeds stand in for forms: models that differ, each of which must be asked once, and its answers kept under its name."""
+    monkeypatch.setattr(_policies, "load", lambda name, dtype, device, weights: (tiny(seed=len(weights), vocab_size=256), Tokenizer(Bytes())))
+    argv = ["--tokens", "20", "--policies", "full,window", "--budgets", "8", "--forms"]
+    _, both = run(capsys, *argv, "float32,int8", "--resume", str(tmp_path / "run"))
+    assert [(r["policy"], r["form"]) for r in both["rows"]] == [("full", "float32"), ("window", "float32"), ("full", "int8"), ("window", "int8")]
+    assert len({r["ppl"] for r in both["rows"]}) == 4
+    assert both["rows"] == run(capsys, *argv, "float32,int8", "--resume", str(tmp_path / "run"))[1]["rows"]
+    assert both["rows"] == [row for form in ("float32", "int8") for row in run(capsys, *argv, form)[1]["rows"]]
+
+
 def test_a_policy_that_cannot_run_says_so_in_its_row(small, capsys):
     out, found = run(capsys, "--tokens", "20", "--budgets", "8", "--policies", "h2o,window", "--set", "h2o.window=8")
     h2o, window = found["rows"]
@@ -96,9 +107,9 @@ def test_a_policy_that_cannot_run_says_so_in_its_row(small, capsys):
 def test_logits_that_are_not_finite_are_not_averaged(small, capsys, monkeypatch):
     broken = tiny(vocab_size=256)
     broken.norm.weight.fill_(torch.nan)
-    monkeypatch.setattr(perplexity, "load", lambda *_: (broken, Tokenizer(Bytes())))
+    monkeypatch.setattr(_policies, "load", lambda *_: (broken, Tokenizer(Bytes())))
     _, found = run(capsys, "--tokens", "20", "--policies", "full")
-    assert found["rows"] == [{"policy": "full", "budget": None, "sink": 0, "failed": "after token 0 the logits are no longer finite"}]
+    assert found["rows"] == [{"policy": "full", "budget": None, "form": "float32", "sink": 0, "failed": "after token 0 the logits are no longer finite"}]
 
 
 def test_an_interrupted_run_says_what_it_had(small, capsys, monkeypatch, tmp_path):
@@ -127,7 +138,7 @@ def test_quick_is_less_of_what_is_not_given():
 def test_rows_as_csv(small, capsys, tmp_path):
     file = tmp_path / "rows.csv"
     _, found = run(capsys, "--tokens", "20", "--policies", "full,window", "--budgets", "8", "--csv", str(file))
-    assert file.read_text().splitlines()[0] == "policy,budget,sink,ppl,targets,curve,kv_bytes,kv_bytes_planned"
+    assert file.read_text().splitlines()[0] == "policy,budget,form,sink,ppl,targets,curve,kv_bytes,kv_bytes_planned"
     full, window = csv.DictReader(file.read_text().splitlines())
     assert window["ppl"] == str(found["rows"][1]["ppl"]) and json.loads(full["curve"]) == found["rows"][0]["curve"]
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch
 from torch import Tensor
 
 from nanokv.bench import progress
 from nanokv.bench._output import Finished
-from nanokv.bench._policies import CANNOT, kv_held, made, pairs, reason
+from nanokv.bench._policies import CANNOT, called, kv_held, made, pairs, reason
 from nanokv.bench._together import answer_together, apart, read_together
 from nanokv.engine import Engine
 from nanokv.model import Transformer
@@ -30,7 +29,7 @@ class Question(Protocol):
 
 @dataclass
 class Cell:
-    """One policy at one budget, and what it answered. budget None: it has no such dial."""
+    """One policy at one budget, and what it answered. budget None: it has no such dial; form: of the weights, where there are several."""
 
     policy: str
     budget: int | None
@@ -38,6 +37,16 @@ class Cell:
     answers: list[str] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)  # bytes of keys and values, planned and allocated, of the largest prompt
     failed: str = ""  # why there is nothing more
+    form: str | None = None
+
+    @property
+    def name(self) -> str:
+        return called(self.policy, self.budget, self.form)
+
+    @property
+    def place(self) -> dict:
+        """What a row of it begins with."""
+        return {"policy": self.policy, "budget": self.budget} | ({"form": self.form} if self.form else {})
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """What the action returns; None if it cannot be done, and then the cell says why and is out."""
@@ -62,14 +71,16 @@ class Cell:
         """What the report says of it: nothing of what was found if it failed."""
         if self.failed:
             found = {name: value if isinstance(value, (str, list)) else None for name, value in found.items()} | {"failed": self.failed}
-        return {"policy": self.policy, "budget": self.budget, **found, **self.held}
+        return {**self.place, **found, **self.held}
 
 
-def cells(model: Transformer, policies: Sequence[str], budgets: Sequence[int], dials: Mapping[str, Mapping]) -> Iterator[Cell]:
-    """An engine for every policy and budget; one for a policy without a budget. dials: by policy."""
+def cells(
+    model: Transformer, policies: Sequence[str], budgets: Sequence[int], dials: Mapping[str, Mapping], form: str | None = None, **given: Any
+) -> Iterator[Cell]:
+    """An engine for every policy and budget; one for a policy without a budget. dials: by policy; given: to every engine."""
     for name, budget in pairs(policies, budgets):
-        cell = Cell(name, budget)
-        cell.engine = cell.attempt(lambda: Engine(model, made(name, budget, dials)))
+        cell = Cell(name, budget, form=form)
+        cell.engine = cell.attempt(lambda: Engine(model, made(name, budget, dials), **given))
         yield cell
 
 
@@ -111,11 +122,11 @@ def answers(every: Sequence[Cell], question: Question, tokenizer: Tokenizer) -> 
     return [said.get(id(cell), {"failed": cell.failed}) for cell in every]
 
 
-def ask(every: Sequence[Cell], questions: Sequence[Question], tokenizer: Tokenizer, finished: Finished) -> None:
-    """Ask every cell every question; each one takes its answers. A question is a piece of the run that can be finished."""
+def ask(every: Sequence[Cell], questions: Sequence[Question], tokenizer: Tokenizer, finished: Finished, title: str = "prompt") -> None:
+    """Ask every cell every question; each one takes its answers. A question, under this title, is a piece of the run that can be finished."""
     for i, question in enumerate(questions):
-        progress(f"prompt {i + 1} of {len(questions)}, {len(question.tokens)} tokens")
-        said = finished.once(f"prompt {i}", lambda: answers(every, question, tokenizer))
+        progress(f"{title} {i + 1} of {len(questions)}, {len(question.tokens)} tokens")
+        said = finished.once(f"{title} {i}", lambda: answers(every, question, tokenizer))
         for cell, one in zip(every, said):
             cell.take(one)
 

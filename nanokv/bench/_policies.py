@@ -1,6 +1,7 @@
 """Policies side by side: the options that say which, and one row for each of them at each budget.
 
-A policy that cannot be run at some budget says so in its row, and the run goes on.
+A policy that cannot be run at some budget says so in its row, and the run goes on. Some benches put the forms of the
+weights (`--forms`) side by side as well: policies forget tokens, forms forget digits, and both are seen in the same run.
 """
 
 import argparse
@@ -8,24 +9,34 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from nanokv import make
+from nanokv import load, make
 from nanokv.bench._output import add_outputs, check_outputs
 from nanokv.engine import Engine
-from nanokv.memory import pool_bytes
+from nanokv.memory import BITS, pool_bytes
+from nanokv.model import Transformer
 from nanokv.options import Parser
 from nanokv.policy import REGISTRY, Policy
+from nanokv.shape import DTYPES
+from nanokv.tokenizer import Tokenizer
 
 ORDER = ("full", "window", "streaming_llm", "scissorhands", "h2o", "snapkv", "pyramidkv", "adakv", "quest", "rkv", "triattention")
 CANNOT = (ValueError, RuntimeError, MemoryError)  # what a policy may fail with; RuntimeError: torch gets no memory
+FORMS = {d: (d, "native") for d in ("auto", *DTYPES)} | {f: ("bfloat16", f) for f in BITS}  # of weights: a dtype, and what is stored
 
 
-def parser(bench: str, lesson: str | None, budgets: str, model: str | None = "smollm2-135m") -> Parser:
-    """The options that every bench of policies takes; budgets and model unless told otherwise (None: it makes its own)."""
+def parser(bench: str, lesson: str | None, budgets: str, model: str | None = "smollm2-135m", forms: bool = False) -> Parser:
+    """The options that every bench of policies takes; budgets and model unless told otherwise (None: it makes its own).
+
+    forms: the weights may come in several forms, one beside the other; else in one dtype.
+    """
     p = Parser(f"python -m nanokv.bench {bench}", lesson)
     p.epilog, p.formatter_class = None, argparse.RawDescriptionHelpFormatter
     if model:
         p.add_argument("--model", default=model, help="a name, a directory, or a .gguf file (default: %(default)s)")
-    p.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or auto (default: %(default)s)")
+    if forms:
+        add_forms(p)
+    else:
+        p.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     p.add_argument("--policies", default="all", help="names with commas between them (default: %(default)s)")
     p.add_argument("--budgets", default=budgets, help="of each policy that has one (default: %(default)s)")
     p.add_argument("--set", action="append", default=[], metavar="policy.dial=value", help="a dial of a policy; repeatable")
@@ -35,20 +46,42 @@ def parser(bench: str, lesson: str | None, budgets: str, model: str | None = "sm
     return p
 
 
-def parsed(p: Parser, argv: Sequence[str], quick: Mapping[str, object]) -> argparse.Namespace:
-    """The command line, understood; with --quick other defaults hold. ValueError for what there is none of."""
+def parsed(p: Parser, argv: Sequence[str], quick: Mapping[str, object], fit: Callable[[Policy], bool] = lambda _: True) -> argparse.Namespace:
+    """The command line, understood; with --quick other defaults hold. `all` policies: those that are fit. ValueError for what there is none of."""
     if "--quick" in argv:
         p.set_defaults(**quick)
     args = p.read(argv)
     known = [*ORDER, *sorted(set(REGISTRY) - set(ORDER))]
-    args.policies = known if args.policies == "all" else args.policies.split(",")
+    args.policies = [name for name in known if fit(REGISTRY[name]())] if args.policies == "all" else args.policies.split(",")
     args.set = dials(args.set)
     for name in [*args.policies, *args.set]:
         if name not in known:
             raise ValueError(f"no policy is called {name!r}; there are {', '.join(known)}")
     args.budgets = numbers("budgets", args.budgets)
+    if hasattr(args, "forms"):
+        take_forms(args)
     check_outputs(args)
     return args
+
+
+def add_forms(p: Parser) -> None:
+    """--forms."""
+    said = f"of the weights: {', '.join(FORMS)}, with commas between them; int8 and int4 are codes, and compute in bfloat16 (default: %(default)s)"
+    p.add_argument("--forms", "--dtype", default="float32", help=said)
+
+
+def take_forms(args: argparse.Namespace) -> None:
+    """Read what --forms says. ValueError for a form that there is none of."""
+    args.dtype, args.forms = args.forms, list(dict.fromkeys(args.forms.split(",")))
+    for form in args.forms:
+        if form not in FORMS:
+            raise ValueError(f"no form of weights is called {form!r}; there are {', '.join(FORMS)}")
+
+
+def loaded(args: argparse.Namespace, form: str, device: str = "auto") -> tuple[Transformer, Tokenizer]:
+    """The model with its weights in this form, and its tokenizer."""
+    dtype, weights = FORMS[form]
+    return load(args.model, dtype, device, weights)
 
 
 def numbers(name: str, text: str) -> list[int]:
@@ -88,9 +121,9 @@ def made(name: str, budget: int | None, given: Mapping[str, Mapping[str, object]
     return make(name, **dict(given.get(name, {})) | ({} if budget is None else {"budget": budget}))
 
 
-def called(name: str, budget: int | None) -> str:
+def called(name: str, budget: int | None, form: str | None = None) -> str:
     """How a row is named where there is one line for it."""
-    return name if budget is None else f"{name} {budget}"
+    return " ".join(str(part) for part in (name, budget, form) if part)
 
 
 def reason(error: Exception) -> str:
@@ -105,18 +138,18 @@ def kv_held(engine: Engine, prompt: int, new: int) -> dict[str, int]:
     return {"kv_bytes": sum(kv.bytes for kv in engine.slots), "kv_bytes_planned": planned}
 
 
-def measured(args: argparse.Namespace, measure: Callable[[str, Policy], dict]) -> Iterator[dict]:
+def measured(args: argparse.Namespace, measure: Callable[[str, Policy], dict], form: str | None = None) -> Iterator[dict]:
     """A row for every policy and budget (one without a budget: once): what `measure(title, policy)` returns, or why not."""
     noted: set[str] = set()
     for name, budget in pairs(args.policies, args.budgets):
-        row: dict[str, object] = {"policy": name, "budget": budget}
+        row: dict[str, object] = {"policy": name, "budget": budget} | ({"form": form} if form else {})
         try:
             policy = made(name, budget, args.set)
             if policy.note and policy.note not in noted:
                 print(policy.note, file=sys.stderr)
                 noted.add(policy.note)
             row["sink"] = policy.sink
-            row |= measure(called(name, budget), policy)
+            row |= measure(called(name, budget, form), policy)
         except CANNOT as error:
             row["failed"] = reason(error)
         yield row

@@ -5,19 +5,18 @@ attention; then each policy keeps what it thinks worth keeping, and the model an
 the control: what it misses, the model cannot do. The prompts are a grid: every length, and for each of them every
 depth in equal parts; in `hits` they stand length by length, each from its start to its end. Where the question stands
 decides much: after the text it is in the window that SnapKV and R-KV listen to, before it nobody knows yet what will
-be asked (`--question`).
+be asked (`--question`). `--forms` asks the same prompts of weights of fewer bits.
 """
 
 import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from nanokv import load
 from nanokv.bench import table
 from nanokv.bench._cells import Cell, ask, cells, grid, print_notes
 from nanokv.bench._haystack import KINDS, Prompt, prompts
 from nanokv.bench._output import Finished, add_resume, panels, reported
-from nanokv.bench._policies import at_least, called, numbers, parsed, parser
+from nanokv.bench._policies import at_least, called, loaded, numbers, parsed, parser
 from nanokv.options import usage
 
 BANDS = 5  # of depth, in a heat map
@@ -44,10 +43,10 @@ def heat(row: dict, asked: Sequence[Prompt]) -> list[list[float]]:
 
 
 def draw(asked: Sequence[Prompt], path: str, rows: list[dict]) -> None:
-    """A heat map for each policy (down) and budget (across)."""
-    names = list(dict.fromkeys(r["policy"] for r in rows))
-    across = {n: [r for r in rows if r["policy"] == n] for n in names}
-    lengths = list(dict.fromkeys(p.length for p in asked))
+    """A heat map for each policy, in each form of the weights (down), and budget (across)."""
+    names = list(dict.fromkeys((r["policy"], r.get("form")) for r in rows))
+    across = {n: [r for r in rows if (r["policy"], r.get("form")) == n] for n in names}
+    lengths, several = list(dict.fromkeys(p.length for p in asked)), len({form for _, form in names}) > 1
     with panels(path, max(map(len, across.values()), default=1), max(len(names), 1)) as axes:
         drawing = axes[0][0].figure
         drawing.supxlabel("tokens of the prompt (yellow: found, dark: not)", fontsize="small")
@@ -57,12 +56,12 @@ def draw(asked: Sequence[Prompt], path: str, rows: list[dict]) -> None:
                 one.imshow(heat(r, asked), cmap="viridis", vmin=0, vmax=1, aspect="auto")
                 one.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize="x-small")
                 one.set_yticks((-0.5, BANDS - 0.5), ("start", "end"), fontsize="x-small")
-                one.set_title(called(name, r["budget"]) + (": failed" if "failed" in r else f": {r['found']}"), fontsize="small")
+                one.set_title(called(name[0], r["budget"], name[1] if several else None) + (": failed" if "failed" in r else f": {r['found']}"), fontsize="small")
 
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
-    p = parser("needle", __doc__, "64,128,256,512,1024")
+    p = parser("needle", __doc__, "64,128,256,512,1024", forms=True)
     p.add_argument("--prompts", type=int, default=20, help="(default: %(default)s)")
     p.add_argument("--lengths", default="1000,2000", help="tokens of a prompt, in equal parts (default: %(default)s)")
     p.add_argument("--kind", default="prose", choices=list(KINDS), help="(default: %(default)s)")
@@ -80,19 +79,23 @@ def main(argv: Sequence[str]) -> int:
         args = options(argv)
         finished = Finished("needle", args)
     print(__doc__)
-    model, tokenizer = load(args.model, args.dtype)
+    model, tokenizer = loaded(args, args.forms[0])
     with usage():
         asked = prompts(tokenizer, args.prompts, args.lengths, args.kind, args.question, args.seed)
-    every = list(cells(model, args.policies, args.budgets, args.set))
-    print_notes(every)
     lengths = " and ".join(map(str, args.lengths))
     print(f"found of {len(asked)}, {args.kind}, {lengths} tokens, the question {args.question} the text\n", flush=True)
     facts = {"kind": args.kind, "question": args.question, "lengths": args.lengths}
     facts["prompts"] = [[p.length, round(p.depth, 4)] for p in asked]
     with reported("needle", args, partial(draw, asked), **facts) as rows:
-        try:
-            ask(every, asked, tokenizer, finished)
-        finally:
-            rows += [row(c, asked) for c in every]
-            table(grid(every, args.budgets, lambda c: hits(c, asked).count("1")))
+        for form in args.forms:
+            model = model or loaded(args, form)[0]
+            every = list(cells(model, args.policies, args.budgets, args.set, form))
+            print_notes(every)
+            try:
+                ask(every, asked, tokenizer, finished, f"{form} prompt")
+            finally:
+                rows += [row(c, asked) for c in every]
+                print(form)
+                table(grid(every, args.budgets, lambda c: hits(c, asked).count("1")))
+            model = every = None  # the next form takes its place in memory
     return 0

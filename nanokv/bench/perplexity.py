@@ -6,18 +6,20 @@ would not show. Here every token takes the path of an answer: slots start empty,
 one at a time, and each is predicted from what the policy still remembers of those before it. `full` is the
 control. There is no prompt, so what listens to prompts alone (SnapKV and its kin; TriAttention without statistics)
 hears nothing. The curve in the JSON is the mean of -ln p over 64 places at a time: it shows where the budget ran out.
+`--forms` asks the same of weights of fewer bits: what does rounding cost, beside forgetting?
 """
 
 import argparse
+from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanokv import load
 from nanokv.bench import progress
 from nanokv.bench._output import Finished, add_resume, figure, reported
-from nanokv.bench._policies import called, kv_held, measured, parsed, parser
+from nanokv.bench._policies import called, kv_held, loaded, measured, parsed, parser
 from nanokv.bench._text import SAMPLE, add_text, first_tokens
 from nanokv.engine import Engine
 from nanokv.options import usage
@@ -58,14 +60,14 @@ def draw(path: str, rows: list[dict]) -> None:
     with figure(path) as (axes,):
         for r in rows:
             if "curve" in r:
-                axes.plot(*zip(*r["curve"]), label=called(r["policy"], r["budget"]))
+                axes.plot(*zip(*r["curve"]), label=called(r["policy"], r["budget"], r.get("form")))
         axes.set(xlabel="token", ylabel=f"-ln p, mean of {BUCKET}", title="What forgetting costs the next word")
         axes.legend(fontsize="small")
 
 
 def options(argv: list[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
-    p = parser("perplexity", __doc__, "64,256")
+    p = parser("perplexity", __doc__, "64,256", forms=True)
     add_text(p, 1024)
     add_resume(p)
     p.add_argument("--from", dest="first", type=int, default=0, metavar="K", help="only tokens from index K on count (default: %(default)s)")
@@ -82,18 +84,24 @@ def main(argv: list[str]) -> int:
         finished = Finished("perplexity", args)
     print(__doc__)
     torch.manual_seed(args.seed)
-    model, tokenizer = load(args.model, args.dtype)
-    tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.like.device)
 
-    def measure(title: str, policy: Policy) -> dict:
-        def read() -> dict:
-            engine = Engine(model, policy)
-            return row(losses(engine, tokens, title), args.first) | kv_held(engine, 0, len(tokens) - 1)
+    def of_form(form: str) -> Iterator[dict]:
+        model, tokenizer = loaded(args, form)
+        tokens = torch.tensor(first_tokens(args, model, tokenizer, least=2), device=model.like.device)
 
-        return finished.once(title, read)
+        def measure(title: str, policy: Policy) -> dict:
+            def read() -> dict:
+                engine = Engine(model, policy)
+                return row(losses(engine, tokens, title), args.first) | kv_held(engine, 0, len(tokens) - 1)
 
+            return finished.once(title, read)
+
+        return measured(args, measure, form)
+
+    first, *others = args.forms
+    begun = of_form(first)  # a text that is none is said before there is a report
     print(f"{args.tokens} tokens, those from {max(args.first, 1)} on count\n")
     with reported("perplexity", args, draw, text=args.text or SAMPLE, tokens=args.tokens) as rows:
-        for found in measured(args, measure):
+        for found in chain(begun, chain.from_iterable(map(of_form, others))):
             rows.append(found)
     return 0

@@ -3,8 +3,10 @@
 Decoding one token moves every weight and every live key and value through the processor once, and
 little else: time is bytes over bandwidth. So the floor is printed first. Then the engines take
 turns, one step (or one prompt) each, round after round: whatever else the machine does hits all
-alike, and the ratio of two medians is a number to trust where single times are not. Other
-engines (`--peers transformers,llama.cpp`, where they are installed) take their turns with them.
+alike, and the ratio of two medians is a number to trust where single times are not. The forms of the
+weights (`--forms float32,bfloat16,int8,int4`) and other engines (`--peers transformers,llama.cpp`, where they are
+installed) take their turns with them: NAME_over is that engine's time over the row's, at the same context and, where
+that can be chosen, in the same dtype.
 """
 
 import argparse
@@ -15,13 +17,13 @@ from typing import Any
 
 import torch
 
-from nanokv import load
 from nanokv.bench import progress
-from nanokv.bench._cells import cells, read
+from nanokv.bench._cells import Cell, cells, read
 from nanokv.bench._output import figure, reported
 from nanokv.bench._peers import Peer, check_peers, peers
-from nanokv.bench._policies import at_least, called, kv_held, numbers, parsed, parser
+from nanokv.bench._policies import at_least, called, kv_held, loaded, numbers, parsed, parser
 from nanokv.engine import Engine
+from nanokv.model import Transformer
 from nanokv.options import usage
 from nanokv.reading import settle
 
@@ -48,13 +50,24 @@ def bandwidth(rounds: int = 5) -> float:
     return x.numel() * x.element_size() / best
 
 
-def ratios(median: Mapping[str, float], name: str, budget: int | None, bases: Sequence[str]) -> dict[str, float | None]:
-    """Times of a row over those of other policies at its budget, in the same run; None where those were not run."""
-    mine, found = median[called(name, budget)], {}
+def ratios(median: Mapping[str, float], row: Mapping[str, Any], bases: Sequence[str]) -> dict[str, float | None]:
+    """Times of a row over those of other policies at its budget and in its form, in the same run; None where those were not run."""
+    mine, found = median[called(row["policy"], row["budget"], row["form"])], {}
     for base in dict.fromkeys(bases):
-        other = median.get(called(base, budget), median.get(called(base, None)))
+        other = median.get(called(base, row["budget"], row["form"]), median.get(called(base, None, row["form"])))
         found[f"over_{base}"] = mine / other if other else None
     return found
+
+
+def peers_over(median: Mapping[str, float], cell: Cell, others: Sequence[Peer]) -> dict[str, float]:
+    """Times of the other engines over a cell's, in the same run: of those that compute in its dtype, or in their own."""
+    mine, dtype = median[cell.name], dtype_of(cell.engine.model)
+    return {f"{p.name}_over": median[called(p.name, None, p.dtype)] / mine for p in others if p.dtype in ("", dtype)}
+
+
+def dtype_of(model: Transformer) -> str:
+    """What it computes in, by name."""
+    return str(model.like.dtype).removeprefix("torch.")
 
 
 def step(engine: Engine, tokens: torch.Tensor) -> Callable[[], object]:
@@ -62,47 +75,75 @@ def step(engine: Engine, tokens: torch.Tensor) -> Callable[[], object]:
     return lambda: engine.decode(tokens[engine.seen % len(tokens)].view(1))
 
 
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of weights that reading one token takes: every parameter and every buffer of codes, what is shared once.
+
+    Of the embedding it is the token's own row, unless the head is tied to it: then the head reads the whole table anyway.
+    """
+
+    def tensors(part: torch.nn.Module) -> dict[int, torch.Tensor]:
+        return {t.data_ptr(): t for t in (*part.parameters(), *part.buffers())}
+
+    table, head = tensors(model.embed), tensors(model.head)
+    whole = head | {place: t for place, t in tensors(model).items() if place not in table}
+    return sum(t.nbytes for t in (*whole.values(), *(t[0] for place, t in table.items() if place not in head)))
+
+
 def floor(engine: Engine, context: int, new: int) -> int:
-    """Bytes that a decode step must read: every weight, and the keys and values that the policy reads."""
+    """Bytes that a decode step must read: the weights, and the keys and values that the policy reads."""
     c, policy = engine.model.config, engine.policy
-    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in engine.model.parameters()}.values())
     rows = sum(policy.reads(layer, n, context) for layer, n in enumerate(policy.plan(c.n_layers, context, new)))
-    return weights + 2 * c.n_kv_heads * c.head_dim * rows * engine.like.element_size()
+    return weight_bytes(engine.model) + 2 * c.n_kv_heads * c.head_dim * rows * engine.like.element_size()
 
 
-def decode_rows(args: argparse.Namespace, model: torch.nn.Module, others: Mapping[str, Peer], tokens: torch.Tensor, rate: float, context: int) -> list[dict]:
+Models = Mapping[str, Transformer]  # by the form of their weights
+
+
+def entrants(args: argparse.Namespace, models: Models, compiled: bool = False) -> list[Cell]:
+    """Every policy at every budget in every form; compiled: and once more with its step compiled, as a form of its own."""
+    ways = [("", False)] + [(" compiled", True)] * compiled
+    asked = (args.policies, args.budgets, args.set)
+    return [
+        cell for form, model in models.items() for said, how in ways
+        for cell in cells(model, *asked, form + said, compile=how, kv_dtype=args.kv_dtype)
+    ]  # fmt: skip
+
+
+def decode_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer], tokens: torch.Tensor, rate: float, context: int) -> list[dict]:
     """Milliseconds a token after `context` tokens, each policy in turn."""
-    every, new, rows = list(cells(model, args.policies, args.budgets, args.set)), args.rounds + SPARE, []
+    every, new, rows = entrants(args, models, args.compile), args.rounds + SPARE, []
+    prompt, rest = tokens[:context].tolist(), tokens[context:].tolist()
     progress(f"reading {context} tokens")
-    read(every, tokens[:context].tolist(), new)
-    for peer in others.values():
-        peer.read(tokens[:context].tolist())
-    actions = {called(c.policy, c.budget): step(c.engine, tokens) for c in every if not c.failed}
-    actions |= {name: lambda peer=peer: peer.step(int(tokens[context])) for name, peer in others.items()}
+    for model in models.values():
+        read([cell for cell in every if cell.engine and cell.engine.model is model], prompt, new)
+    for peer in others:
+        peer.read(prompt)
+    actions = {cell.name: step(cell.engine, tokens) for cell in every if not cell.failed}
+    actions |= {called(p.name, None, p.dtype): lambda p=p, coming=iter(rest): p.step(next(coming)) for p in others}
     in_turn(actions, 3, "warming up")
     median = in_turn(actions, args.rounds, "decode")
     for cell in every:
-        row = {"measure": "decode", "policy": cell.policy, "budget": cell.budget, "context": context}
+        row = {"measure": "decode", **cell.place, "context": context}
         if cell.failed:
             rows.append(row | {"failed": cell.failed})
             continue
-        seconds, least = median[called(cell.policy, cell.budget)], floor(cell.engine, context, new) / rate
+        seconds, least = median[cell.name], floor(cell.engine, context, new) / rate
         row |= {"floor_ms": least * 1e3, "ms": seconds * 1e3, "over_floor": seconds / least}
-        rows.append(row | ratios(median, cell.policy, cell.budget, ("full", args.base)) | kv_held(cell.engine, context, new))
+        row |= {"compile_s": cell.engine.compile_s} if args.compile else {}
+        row |= ratios(median, row, ("full", args.base)) | peers_over(median, cell, others)
+        rows.append(row | kv_held(cell.engine, context, new))
     return rows + peer_rows("decode", others, median, context)
 
 
-def peer_rows(measure: str, others: Mapping[str, Peer], median: Mapping[str, float], context: int) -> list[dict]:
-    """What the other engines took."""
-    return [
-        {"measure": measure, "policy": name, "budget": None, "context": context, "ms": median[name] * 1e3} | ratios(median, name, None, ("full",))
-        for name in others
-    ]
+def peer_rows(measure: str, others: Sequence[Peer], median: Mapping[str, float], context: int) -> list[dict]:
+    """What the other engines took; the form of their weights is a dtype, or their own."""
+    rows = [{"measure": measure, "policy": p.name, "budget": None, "form": p.dtype or None, "context": context} for p in others]
+    return [row | {"ms": median[called(row["policy"], None, row["form"])] * 1e3} | ratios(median, row, ("full",)) for row in rows]
 
 
-def prefill_rows(args: argparse.Namespace, model: torch.nn.Module, others: Mapping[str, Peer], tokens: torch.Tensor, length: int) -> list[dict]:
+def prefill_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer], tokens: torch.Tensor, length: int) -> list[dict]:
     """Milliseconds to read a prompt, each policy in turn."""
-    every, text = list(cells(model, args.policies, args.budgets, args.set)), tokens[:length].tolist()
+    every, text = entrants(args, models), tokens[:length].tolist()
 
     def reading(engine: Engine) -> Callable[[], object]:
         def action() -> None:
@@ -112,51 +153,51 @@ def prefill_rows(args: argparse.Namespace, model: torch.nn.Module, others: Mappi
         return action
 
     able = [c for c in every if not c.failed]
-    actions = {called(c.policy, c.budget): reading(c.engine) for c in able if c.attempt(lambda: c.engine.reset(length, SPARE)) or not c.failed}
-    actions |= {name: lambda peer=peer: peer.read(text) for name, peer in others.items()}
-    next(iter(actions.values()), dict)()  # what torch does once, whoever comes first
+    actions = {c.name: reading(c.engine) for c in able if c.attempt(lambda: c.engine.reset(length, SPARE)) or not c.failed}
+    actions |= {called(p.name, None, p.dtype): lambda p=p: p.read(text) for p in others}
+    for peer in others:
+        peer.read(text[:SPARE])
+    next(iter(actions.values()), dict)()  # what is done once, whoever comes first
     median = in_turn(actions, args.prefill_rounds, "prefill")
     rows = []
     for cell in every:
-        row = {"measure": "prefill", "policy": cell.policy, "budget": cell.budget, "context": length}
+        row = {"measure": "prefill", **cell.place, "context": length}
         if cell.failed:
             rows.append(row | {"failed": cell.failed})
             continue
-        seconds = median[called(cell.policy, cell.budget)]
-        row |= {"ms": seconds * 1e3, "tokens_per_s": length / seconds}
-        rows.append(row | ratios(median, cell.policy, cell.budget, ("full",)) | kv_held(cell.engine, length, SPARE))
+        seconds = median[cell.name]
+        row |= {"ms": seconds * 1e3, "tokens_per_s": length / seconds} | ratios(median, row, ("full",))
+        rows.append(row | peers_over(median, cell, others) | kv_held(cell.engine, length, SPARE))
     return rows + peer_rows("prefill", others, median, length)
 
 
 @torch.no_grad()
-def attention_rows(args: argparse.Namespace, model: torch.nn.Module) -> list[dict]:
+def attention_rows(args: argparse.Namespace, models: Models) -> list[dict]:
     """One layer's attention of one query after `attention` tokens, and the bytes that it must read, each policy in turn."""
-    c, T, actions, read_bytes = model.config, args.attention, {}, {}
-    H, G, D, dtype = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, model.like.dtype
-    k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
-    layer = min(2, c.n_layers - 1)  # quest's first layers are dense
-    every = list(cells(model, args.policies, args.budgets, args.set))
+    T, every, actions, read_bytes = args.attention, entrants(args, models), {}, {}
     for cell in every:
         if cell.failed or cell.attempt(lambda: cell.engine.reset(T, 1)) or cell.failed:
             continue
+        c, dtype = cell.engine.model.config, cell.engine.like.dtype
+        H, G, D, layer = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, min(2, c.n_layers - 1)  # quest's first layers are dense
+        k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
         kv = cell.engine.slots[layer]
         text = kv.beside(T)
         text.append(k, v)
         settle(cell.engine.policy, text, kv)
-        name = called(cell.policy, cell.budget)
-        actions[name] = lambda e=cell.engine, kv=kv: e.attend(kv, q, kv.now - 1)
+        actions[cell.name] = lambda e=cell.engine, kv=kv, q=q: e.attend(kv, q, kv.now - 1)
         rows = cell.engine.policy.plan(c.n_layers, T, 1)[layer]
-        read_bytes[name] = 2 * H * D * dtype.itemsize * cell.engine.policy.reads(layer, rows, T)
+        read_bytes[cell.name] = 2 * H * D * dtype.itemsize * cell.engine.policy.reads(layer, rows, T)
     in_turn(actions, 20, "warming up")
     median = in_turn(actions, args.rounds, "attention")
     found = []
     for cell in every:
-        row, name = {"measure": "attention", "policy": cell.policy, "budget": cell.budget, "context": T}, called(cell.policy, cell.budget)
+        row = {"measure": "attention", **cell.place, "context": T}
         if cell.failed:
             found.append(row | {"failed": cell.failed})
         else:
-            row |= {"read_bytes": read_bytes[name], "ms": median[name] * 1e3}
-            found.append(row | ratios(median, cell.policy, cell.budget, ("full",)))
+            row |= {"read_bytes": read_bytes[cell.name], "ms": median[cell.name] * 1e3}
+            found.append(row | ratios(median, row, ("full",)))
     return found
 
 
@@ -165,8 +206,8 @@ def draw(path: str, rows: list[dict]) -> None:
     with figure(path, 2) as panels:
         for axes, measure, title in zip(panels, ("decode", "prefill"), ("One more token", "The prompt")):
             found = [r for r in rows if r["measure"] == measure and "ms" in r]
-            for name in dict.fromkeys(called(r["policy"], r["budget"]) for r in found):
-                mine = [r for r in found if called(r["policy"], r["budget"]) == name]
+            for name in dict.fromkeys(called(r["policy"], r["budget"], r["form"]) for r in found):
+                mine = [r for r in found if called(r["policy"], r["budget"], r["form"]) == name]
                 axes.plot([r["context"] for r in mine], [r["ms"] for r in mine], "o-", label=name)
             axes.set(xlabel="tokens", ylabel="ms", title=title, ylim=(0, None))
             if found:
@@ -175,7 +216,7 @@ def draw(path: str, rows: list[dict]) -> None:
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. ValueError for what there is none of."""
-    p = parser("speed", __doc__, "1024")
+    p = parser("speed", __doc__, "1024", forms=True)
     p.add_argument("--budget", dest="budgets", metavar="N", help="the same as --budgets")
     p.add_argument("--base", default="window", help="whose decode step is 1, beside full's (default: %(default)s)")
     p.add_argument("--lengths", metavar="N,N", help="time decoding after, and reading of, each of so many tokens")
@@ -183,8 +224,10 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--prefill", type=int, default=0, help="without --lengths: tokens of the prompt whose reading is timed (0: not timed)")
     p.add_argument("--rounds", type=int, default=200, help="of decoding (default: %(default)s)")
     p.add_argument("--prefill-rounds", type=int, default=3, help="(default: %(default)s)")
+    p.add_argument("--compile", action="store_true", help="time every decode step compiled, too")
+    p.add_argument("--kv-dtype", default="auto", help="of keys and values (default: the model's)")
     p.add_argument("--attention", type=int, default=0, help="tokens over which one layer's attention is timed (0: not timed)")
-    p.add_argument("--peers", default="", metavar="NAME,NAME", help="transformers, llama.cpp: other engines in the same run")
+    p.add_argument("--peers", default="", metavar="NAME,NAME", help="transformers, llama.cpp: other engines in the same run, fed the same tokens")
     args = parsed(p, argv, {"context": 512, "rounds": 20, "prefill_rounds": 1})
     at_least(0, args, "context", "prefill", "attention")
     at_least(1, args, "rounds", "prefill_rounds")
@@ -200,17 +243,17 @@ def main(argv: Sequence[str]) -> int:
     with usage():
         args = options(argv)
     print(__doc__)
-    model, _ = load(args.model, args.dtype, "cpu")
+    models = {form: loaded(args, form, "cpu")[0] for form in args.forms}
     torch.manual_seed(args.seed)
     longest = max(args.contexts + args.prefills) + args.rounds + 64
-    tokens = torch.randint(0, model.config.vocab_size, (longest,))
-    others = peers(args.peers, args.model, model.like.dtype, longest)
+    tokens = torch.randint(0, models[args.forms[0]].config.vocab_size, (longest,))
+    others = peers(args.peers, args.model, list(dict.fromkeys(map(dtype_of, models.values()))), longest)
     rate = bandwidth()
     print(f"memory gives {rate / 1e9:.1f} GB/s\n", flush=True)
     with reported("speed", args, draw, bytes_per_s=rate) as rows:
         for context in filter(None, args.contexts):
-            rows += decode_rows(args, model, others, tokens, rate, context)
+            rows += decode_rows(args, models, others, tokens, rate, context)
         for length in filter(None, args.prefills):
-            rows += prefill_rows(args, model, others, tokens, length)
-        rows += attention_rows(args, model) if args.attention else []
+            rows += prefill_rows(args, models, others, tokens, length)
+        rows += attention_rows(args, models) if args.attention else []
     return 0
