@@ -15,7 +15,7 @@ from nanokv.bench import _peers, _policies, memory, speed, start, stream
 from nanokv.bench._output import Finished
 from nanokv.bench._peers import Peer
 from nanokv.bench.__main__ import lessons, main
-from nanokv.checkpoint import DTYPES, load_model
+
 from nanokv.engine import Engine
 from nanokv.loading import Bytes
 from nanokv.model import ModelConfig
@@ -116,8 +116,8 @@ def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):
 @pytest.fixture
 def tiny_speed(monkeypatch):
     def load(name, dtype, device, weights):
-        model = tiny(vocab_size=256).to(DTYPES[dtype])
-        return model if weights == "native" else random_model(model.config, DTYPES[dtype], form=weights), Tokenizer(Bytes())
+        model = tiny(vocab_size=256).to(getattr(torch, dtype))
+        return model if weights == "native" else random_model(model.config, getattr(torch, dtype), form=weights), Tokenizer(Bytes())
 
     monkeypatch.setattr(_policies, "load", load)
     monkeypatch.setattr(speed, "bandwidth", lambda: 1e9)
