@@ -11,23 +11,31 @@ torch keeps on disk what it compiled, so a second run with the same model and bu
 import inspect
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .slots import Slots
 
-Step = Callable[[Tensor], Tensor]  # tokens [S] -> logits [vocab]
+# The checks of sizes between two kernels take longer than some kernels, and sizes are fixed. A wrapper in C++ calls
+# them in less time than one in Python.
+CPU = {"size_asserts": False, "cpp_wrapper": True}
 
 
 class Compiled:
-    """A decode step that is compiled for one token at a time; several take the plain path. `seconds`: of compiling, so far."""
+    """A decode step, tokens [S] -> logits [vocab], compiled for one token; several take the plain path. So is making room for one.
 
-    def __init__(self, step: Step, device: torch.device):
-        # a graph of its own: else the engines of a process share a list, and every step asks which of its graphs fits
-        own = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    `seconds` is what compiling took so far.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], evict: Callable[[], None] | None, device: torch.device):
         self.plain, self.seconds, self._cuda = step, 0.0, device.type == "cuda"
-        self._graph = torch.compile(step, fullgraph=True, mode="reduce-overhead" if self._cuda else None, **own)
+        how: dict[str, Any] = {"mode": "reduce-overhead"} if self._cuda else {"options": CPU}
+        # a graph of its own: else the engines of a process share a list, and every step asks which of its graphs fits
+        how |= {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+        # dynamic=False: a second budget is a second fixed shape, not a reason for a graph that fits any
+        self._graph, self.evict = (f and torch.compile(f, fullgraph=True, dynamic=False, **how) for f in (step, evict))
 
     def prepare(self, memory: Sequence[Slots]) -> None:
         """Compile, by a step into memory that is still empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
@@ -38,6 +46,8 @@ class Compiled:
                     torch._dynamo.mark_static_address(tensor)
         try:
             self(torch.zeros(1, dtype=torch.long, device=memory[0].k.device))
+            if self.evict:
+                self.evict()
         except Exception as error:  # torch has dozens for it, not all of one family
             said = str(error).strip().partition("\n")[0]
             raise RuntimeError(f"the decode step could not be compiled ({said}); a C++ compiler must be there, or leave out --compile") from error

@@ -75,7 +75,8 @@ class Engine(Memory):
         self.stats = Stats()
         self._rows: list[int] = []
         self._torn = False  # was a step interrupted between its first layer and its last?
-        self._compiled = Compiled(self._forward, self.like.device) if compile else None
+        often = policy.budget is not None and policy.interval == 1  # who evicts seldom need not do it fast
+        self._compiled = Compiled(self._forward, self._evict if often else None, self.like.device) if compile else None
         self._step = self._compiled or self._forward
 
     @property
@@ -197,9 +198,19 @@ class Engine(Memory):
         if not tight:
             return
         assert all(kv.room == 0 for kv in tight), "tokens must come in steps that divide the interval"
-        for kv, gone in zip(tight, victims(policy, tight, policy.interval)):
+        if self._compiled and self._compiled.evict and len(tight) == len(self.slots):
+            self._compiled.evict()
+            for kv in tight:
+                kv.room = policy.interval
+        else:
+            self._evict(tight)
+
+    def _evict(self, tight: Sequence[Slots] = ()) -> None:
+        """The least worthy tokens of these layers (by default of all) go; room is made for `interval` others."""
+        tight = tight or self.slots
+        for kv, gone in zip(tight, victims(self.policy, tight, self.policy.interval)):
             kv.evict(gone)
-            policy.settle(kv)
+            self.policy.settle(kv)
 
     def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""

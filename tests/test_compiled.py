@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import small, tiny, variants
+from conftest import MODES, small, tiny
 
 from nanokv.engine import Engine
 from nanokv.policy import REGISTRY
@@ -52,7 +52,7 @@ def test_what_cannot_be_compiled_is_told(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, dials", variants())
+@pytest.mark.parametrize("name, dials", [*((name, {}) for name in sorted(REGISTRY)), *((n, m) for n, modes in MODES.items() for m in modes)])
 def test_every_policy_compiles_to_one_full_graph(name, dials):
     policy = REGISTRY[name]() if name == "full" else small(name, **dials)
     side_by_side(policy, tiny(n_layers=2))
