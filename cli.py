@@ -218,6 +218,8 @@ def run(o: argparse.Namespace) -> int:
     source = find(o.model, o.dtype, device, read=not o.random_weights, weights=o.weights)
     if o.random_weights:
         note("random weights: memory and speed are real, the text is noise")
+    if o.dtype == "auto" and source.path is not None and source.path.is_file():
+        note(f"computing in {source.dtype}, which this processor {'has instructions for' if source.dtype == 'bfloat16' else 'is fastest in'} (--dtype)")
     tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
     if max(ids) >= source.config.vocab_size:

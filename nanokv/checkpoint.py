@@ -48,7 +48,8 @@ def load_model(path: Path, dtype: torch.dtype | None = None, device: str | torch
     weights: Weights = stored or GGUF(path)
     try:
         shape = _fitted(read_config(config), weights)
-        return filled(shape, weights, dtype or getattr(torch, own_dtype(config, str(device), stored)), device, form)
+        own = "float32" if path.is_file() else own_dtype(config, str(device), stored)
+        return filled(shape, weights, dtype or getattr(torch, own), device, form)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -20,7 +20,7 @@ EMBED = "model.embed_tokens.weight"
 
 def read_config_of(path: Path) -> dict[str, Any]:
     """A checkpoint's config, in config.json's words, without touching its weights."""
-    return GGUF(path).config() | {"dtype": "float32"} if path.is_file() else read_json(path / "config.json")
+    return GGUF(path).config() | {"dtype": "auto"} if path.is_file() else read_json(path / "config.json")
 
 
 def stop_ids(path: Path) -> set[int]:
@@ -86,9 +86,23 @@ def _shards(index: Path) -> dict[str, str]:
         raise ValueError(f"{index}: {error}") from error
 
 
+def processor_dtype() -> str:
+    """bfloat16 where the CPU has instructions for it: half the bytes, and prompts are read several times faster. Else float32."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(errors="replace").split())
+    except OSError:  # not Linux: float32 is never wrong
+        words = set()
+    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
 def own_dtype(config: Mapping, device: str, stored: Safetensors | None = None) -> str:
-    """The dtype that a config names, else the one the embedding is stored in, as `load_model` takes it: by name."""
+    """The dtype that a config names, else the one the embedding is stored in, by name.
+
+    auto, as of codes, which are stored in none: what the processor is best at, or float32 on any other device.
+    """
     name = config.get("dtype") or config.get("torch_dtype")
+    if name == "auto":
+        return processor_dtype() if device == "cpu" else "float32"
     if name is None:
         name = stored.dtypes.get(EMBED, "bfloat16") if stored else "bfloat16"
     name = str(name).removeprefix("torch.")

@@ -75,7 +75,7 @@ class Source:
 def find(name: str | Path, dtype: str = "auto", device: str = "auto", read: bool = True, weights: str = "native") -> Source:
     """The model called `name`: a registry name, a directory, or a .gguf file.
 
-    dtype: auto (what the checkpoint is in), float32, bfloat16 or float16. device: auto (a CUDA
+    dtype: auto (what the checkpoint is in; for a GGUF file on the CPU what the processor multiplies best), float32, bfloat16 or float16. device: auto (a CUDA
     device if there is one, else the CPU), cpu, cuda, cuda:1, ... read False: its weights are not
     needed, so a registry name or a config.json is enough. weights: native, int8 or int4, see quantize.py. Raises ValueError or OSError, in one sentence.
     """

@@ -59,7 +59,7 @@ def test_a_run_that_does_not_fit_is_refused_without_torch_whatever_the_policy(sm
 
 
 def test_as_a_command_it_ends_with_1_and_says_why(smollm2):
-    process = start("--model", smollm2, "--memory", "200MB", "hello")
+    process = start("--model", smollm2, "--dtype", "float32", "--memory", "200MB", "hello")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, b"")
     assert err.splitlines()[-1].endswith(b"190.73 MiB are there: no budget makes it fit: its weights alone take 513.13 MiB")

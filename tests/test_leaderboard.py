@@ -61,7 +61,8 @@ def test_a_policy_that_fails_is_reported_in_its_cell_and_ends_nothing(monkeypatc
 
     monkeypatch.setattr(H2O, "observe", broken)
     full, h2o, snapkv, window = predicted("full,h2o,snapkv,window", (16,), 40, snapkv={"window": "16"})
-    assert [full, window] == alone
+    for found, expected in zip((full, window), alone):  # a larger batch may round otherwise
+        assert found == pytest.approx(expected)
     assert h2o == {"failed": "no more memory", "budget": 16} and "cannot hold" in snapkv["failed"]
 
 

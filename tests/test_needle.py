@@ -17,7 +17,6 @@ from nanokv.bench._cells import ask, cells
 from nanokv.bench._haystack import HIDDEN, KINDS, prompts, sentences
 from nanokv.bench._output import Finished
 from nanokv.bench._together import answer, apart, read_together
-from nanokv.checkpoint import DTYPES
 from nanokv.engine import Engine
 from nanokv.policies.window import Window
 
@@ -219,7 +218,7 @@ def test_every_form_of_the_weights_is_asked_the_same(words, capsys, monkeypatch,
         asked.append((every[0].form, every[0].engine.model.like.dtype, question.tokens))
         return [{"answer": every[0].form, "held": {}} for _ in every]
 
-    monkeypatch.setattr(_policies, "load", lambda name, dtype, device, weights: (tiny().to(DTYPES[dtype]), Words(97)))
+    monkeypatch.setattr(_policies, "load", lambda name, dtype, device, weights: (tiny().to(getattr(torch, dtype)), Words(97)))
     monkeypatch.setattr(_cells, "answers", answers)
     monkeypatch.setattr(needle, "hits", lambda cell, asked: f"{cell.answers}")
     argv = [*ARGV, "--forms", "float32,int8", "--resume", str(tmp_path / "run")]
