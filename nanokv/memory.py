@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .attention import ROWS as ATTEND_ROWS
 from .attention import watched_rows
 from .policy import Policy
 from .shape import ROWS, ModelConfig
@@ -125,7 +124,9 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, ite
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
     projected = (C * c.dim + q + 2 * k) * itemsize  # the normed residual and what it became
     turning = max(q * (3 * 4 + cast), q * itemsize + k * (3 * 4 + cast))  # two float32 products and their sum
-    answer = q * kv_itemsize + (_mask_bytes(c, C, T, kv_itemsize) if T > C else 0)
+    answer = q * kv_itemsize
+    if T > C:  # behind a prefix: two parts and the logarithms of their sums (off the CPU a mask of 128 rows instead)
+        answer += C * c.n_heads * (2 * D * kv_itemsize + 4 * 4)
     evidence = watched * c.n_heads * T * 8  # logits and probabilities, float32
     if kv_itemsize < 4 and watched:
         evidence += c.n_kv_heads * T * D * 4  # and the keys
@@ -133,9 +134,3 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, ite
     attending = (q + k) * itemsize + q * kv_itemsize + max(answer, evidence, ranking, back)
     mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
     return max(projected + turning, projected + attending, mlp)
-
-
-def _mask_bytes(c: ModelConfig, C: int, T: int, itemsize: int) -> int:
-    """What `attend_prompt` takes for a block's mask (and where it is dark) and a block's answer."""
-    blocks = ((a, min(ATTEND_ROWS, C - a)) for a in range(0, C, ATTEND_ROWS))
-    return max(rows * ((T - C + a + rows) * (itemsize + 1) + c.n_heads * c.head_dim * itemsize) for a, rows in blocks)
