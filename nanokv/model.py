@@ -9,7 +9,6 @@ H KV heads, G query heads per KV head, S new tokens, D head_dim.
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

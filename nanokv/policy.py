@@ -11,7 +11,7 @@ them wrong. Of equal scores the newer token loses, whatever slot it stands in.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import ClassVar, get_args

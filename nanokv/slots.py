@@ -201,7 +201,7 @@ class Slots:
 
     def beside(self, S: int) -> "Slots":
         """Scratch that lives for one layer: what the slots hold, in time order, and room for S new tokens behind it."""
-        H, D, device = len(self.shares), self.k.shape[-1], self.k.device
+        D = self.k.shape[-1]
         held = [cap - self.room for cap in self.shares]
         shares = [n + S for n in held]
         k, v = (self.k.new_empty(sum(shares), D) for _ in range(2))
@@ -235,8 +235,7 @@ class Slots:
 
     def fill(self, text: "Slots", order: Tensor) -> None:
         """Hold exactly the tokens `order` [H, M] of `text` (slot indices; -1: none), head by head from slot 0."""
-        M, device = order.shape[1], order.device
-        kept = order >= 0
+        kept, device = order >= 0, order.device
         heads, to = kept.nonzero(as_tuple=True)
         source = order[heads, to]
         for mine, theirs in ((self.k, text.k), (self.v, text.v)):

@@ -15,7 +15,7 @@ from nanokv.bench import _peers, _policies, memory, speed, start, stream
 from nanokv.bench._output import Finished
 from nanokv.bench._peers import Peer
 from nanokv.bench.__main__ import lessons, main
-
+from nanokv.checkpoint import load_model
 from nanokv.engine import Engine
 from nanokv.loading import Bytes
 from nanokv.model import ModelConfig

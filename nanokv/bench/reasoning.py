@@ -20,7 +20,7 @@ from nanokv import load
 from nanokv.bench._cells import Cell, ask, cells, print_notes
 from nanokv.bench._haystack import FILL, sentences
 from nanokv.bench._output import Finished, add_resume, figure, reported
-from nanokv.bench._policies import at_least, called, parsed, parser
+from nanokv.bench._policies import at_least, parsed, parser
 from nanokv.options import usage
 from nanokv.tokenizer import Tokenizer
 

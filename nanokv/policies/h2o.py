@@ -21,7 +21,7 @@ Cost: the prompt's attention once more, block by block; 4 bytes a slot.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..later import Tensor, torch
+from ..later import Tensor
 from ..policy import FLOAT, Scoring
 from ..slots import Shapes, Slots
 
