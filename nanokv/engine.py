@@ -75,7 +75,8 @@ class Engine(Memory):
         self.stats = Stats()
         self._rows: list[int] = []
         self._torn = False  # was a step interrupted between its first layer and its last?
-        often = policy.budget is not None and policy.interval == 1  # who evicts seldom need not do it fast
+        # who evicts seldom need not do it fast, and who chooses what to read may forget nothing at all
+        often = policy.budget is not None and policy.interval == 1 and type(policy).read is Policy.read
         self._compiled = Compiled(self._forward, self._evict if often else None, self.like.device) if compile else None
         self._step = self._compiled or self._forward
 
