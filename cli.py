@@ -219,7 +219,8 @@ def run(o: argparse.Namespace) -> int:
     if o.random_weights:
         note("random weights: memory and speed are real, the text is noise")
     if o.dtype == "auto" and source.path is not None and source.path.is_file():
-        note(f"computing in {source.dtype}, which this processor {'has instructions for' if source.dtype == 'bfloat16' else 'is fastest in'} (--dtype)")
+        short = source.dtype == "bfloat16"
+        note(f"computing in {source.dtype}{', which this processor has instructions for (--dtype)' if short else '; --dtype bfloat16 takes half the memory'}")
     tokenizer = source.tokenizer()
     ids = prompt_ids(o, prompt, tokenizer)
     if max(ids) >= source.config.vocab_size:

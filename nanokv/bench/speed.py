@@ -173,23 +173,26 @@ def prefill_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer
 
 @torch.no_grad()
 def attention_rows(args: argparse.Namespace, models: Models) -> list[dict]:
-    """One layer's attention of one query after `attention` tokens, and the bytes that it must read, each policy in turn."""
-    T, every, actions, read_bytes = args.attention, entrants(args, models), {}, {}
+    """One query's attention after `attention` tokens, mean of the layers, and the bytes that it must read, each policy in turn.
+
+    The layers follow each other as in a step, each with keys of its own: so no cache holds what memory must bring.
+    """
+    T, every, actions, read_bytes, layers = args.attention, entrants(args, models), {}, {}, {}
     for cell in every:
         if cell.failed or cell.attempt(lambda: cell.engine.reset(T, 1)) or cell.failed:
             continue
-        c, dtype = cell.engine.model.config, cell.engine.like.dtype
-        H, G, D, layer = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, min(2, c.n_layers - 1)  # quest's first layers are dense
+        c, dtype, policy = cell.engine.model.config, cell.engine.like.dtype, cell.engine.policy
+        H, G, D, first = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim, min(2, c.n_layers - 1)  # quest's first layers are dense
         k, v, q = (torch.randn(H, T, D, dtype=dtype), torch.randn(H, T, D, dtype=dtype), torch.randn(H, G, 1, D, dtype=dtype))
-        kv = cell.engine.slots[layer]
-        text = kv.beside(T)
-        text.append(k, v)
-        settle(cell.engine.policy, text, kv)
-        actions[cell.name] = lambda e=cell.engine, kv=kv, q=q: e.attend(kv, q, kv.now - 1)
-        rows = cell.engine.policy.plan(c.n_layers, T, 1)[layer]
-        read_bytes[cell.name] = 2 * H * D * dtype.itemsize * cell.engine.policy.reads(layer, rows, T)
-    in_turn(actions, 20, "warming up")
-    median = in_turn(actions, args.rounds, "attention")
+        for kv in cell.engine.slots:
+            text = kv.beside(T)
+            text.append(k, v)
+            settle(policy, text, kv)
+        actions[cell.name] = lambda e=cell.engine, q=q, first=first: [e.attend(kv, q, kv.now - 1) for kv in e.slots[first:]]
+        layers[cell.name] = c.n_layers - first
+        read_bytes[cell.name] = 2 * H * D * dtype.itemsize * policy.reads(first, policy.plan(c.n_layers, T, 1)[first], T)
+    in_turn(actions, 3, "warming up")
+    median = {name: seconds / layers[name] for name, seconds in in_turn(actions, args.rounds, "attention").items()}
     found = []
     for cell in every:
         row = {"measure": "attention", **cell.place, "context": T}
@@ -226,7 +229,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--prefill-rounds", type=int, default=3, help="(default: %(default)s)")
     p.add_argument("--compile", action="store_true", help="time every decode step compiled, too")
     p.add_argument("--kv-dtype", default="auto", help="of keys and values (default: the model's)")
-    p.add_argument("--attention", type=int, default=0, help="tokens over which one layer's attention is timed (0: not timed)")
+    p.add_argument("--attention", type=int, default=0, help="tokens over which a layer's attention is timed (0: not timed)")
     p.add_argument("--peers", default="", metavar="NAME,NAME", help="transformers, llama.cpp: other engines in the same run, fed the same tokens")
     args = parsed(p, argv, {"context": 512, "rounds": 20, "prefill_rounds": 1})
     at_least(0, args, "context", "prefill", "attention")

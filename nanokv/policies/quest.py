@@ -64,8 +64,8 @@ class Quest(Full):
     def bound(self, kv: Slots, q: Tensor) -> Tensor:
         """What no key of a page [H, P] exceeds in its product with q [H, G, 1, D]: max(q low, q high), summed over D."""
         q = torch.cat((q, -q), -1)[:, :, 0].float().clamp(max=0)  # [H, G, 2D]: of each pair, the side that is felt
-        q = q.sum(1, keepdim=True) if self.group == "sum" else q
-        return (q @ kv.state["box"].float().mT).amax(1)
+        box = kv.state["box"].float().mT
+        return (q.sum(1, keepdim=True) @ box)[:, 0] if self.group == "sum" else (q @ box).amax(1)
 
     def read(self, kv: Slots, q: Tensor) -> Tensor | None:
         top, pages = self.budget // self.page, kv.width // self.page
@@ -73,5 +73,4 @@ class Quest(Full):
             return None
         here, page = (kv.now - 1) // self.page, torch.arange(pages, device=q.device)
         bound = self.bound(kv, q).masked_fill(page > here, -torch.inf).index_fill(1, here, torch.inf)
-        bits = (bound + 0.0).view(torch.int32)  # in the numbers' order, once those below zero are turned (and -0 is 0)
-        return ((bits ^ (bits >> 31 & 0x7FFFFFFF)).double() * pages - page).topk(top, dim=1, sorted=False).indices  # exact: of equals the older
+        return bound.sort(dim=1, descending=True, stable=True).indices[:, :top]  # stable: of equals the older
