@@ -28,6 +28,9 @@ from nanokv.options import (
 
 if TYPE_CHECKING:  # these cost seconds of importing torch: only once there is something to run
     from nanokv.engine import Engine
+    from nanokv.loading import Source
+    from nanokv.plan import Plan
+    from nanokv.policy import Policy
     from nanokv.sample import Sampler
     from nanokv.tokenizer import Tokenizer
 
@@ -171,11 +174,19 @@ def answered(o: argparse.Namespace, engine: "Engine", tokenizer: "Tokenizer", id
     return answer
 
 
+def plan_of(o: argparse.Namespace, source: "Source", policy: "Policy", prompt: int, new: int) -> "Plan":
+    """What a run of so many tokens takes."""
+    from nanokv.memory import ITEMSIZE, remade
+    from nanokv.plan import Plan
+
+    made = remade(o.weights, source.dtype, source.device)
+    return Plan(source.config, policy, prompt, new, o.chunk, ITEMSIZE[source.dtype], o.weights, ITEMSIZE.get(o.kv_dtype), made)
+
+
 def planned(o: argparse.Namespace) -> int:
     """Print what a run would take -> 0, or 1 if it does not fit."""
     from nanokv.loading import device_named, find
-    from nanokv.memory import ITEMSIZE
-    from nanokv.plan import Plan, available, show, size
+    from nanokv.plan import available, show, size
 
     with usage():
         policy, device = policy_asked(o), device_named(o.device)
@@ -183,7 +194,7 @@ def planned(o: argparse.Namespace) -> int:
     source = find(o.model, o.dtype, o.device, read=False)
     tokens = o.context or source.config.max_context
     new = min(o.max_new_tokens, tokens // 2)
-    plan = Plan(source.config, policy, tokens - new, new, o.chunk, ITEMSIZE[source.dtype], o.weights, ITEMSIZE.get(o.kv_dtype))
+    plan = plan_of(o, source, policy, tokens - new, new)
     problem = show(plan, o.model, limit)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -203,8 +214,7 @@ def run(o: argparse.Namespace) -> int:
 
     warnings.showwarning = note
     from nanokv.loading import device_named, find
-    from nanokv.memory import ITEMSIZE
-    from nanokv.plan import Plan, available, size, table, verdict
+    from nanokv.plan import available, size, table, verdict
     from nanokv.sample import Sampler
 
     with usage():
@@ -225,7 +235,7 @@ def run(o: argparse.Namespace) -> int:
     ids = prompt_ids(o, prompt, tokenizer)
     if max(ids) >= source.config.vocab_size:
         raise ValueError(f"{o.model}: its tokenizer has a token {max(ids)}, its model only {source.config.vocab_size}")
-    plan = Plan(source.config, policy, len(ids), o.max_new_tokens, o.chunk, ITEMSIZE[source.dtype], o.weights, ITEMSIZE.get(o.kv_dtype))
+    plan = plan_of(o, source, policy, len(ids), o.max_new_tokens)
     if problem := verdict(plan, limit):
         print(table(plan), file=sys.stderr)
         raise MemoryError(problem)

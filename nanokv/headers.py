@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .files import brief, checked, read_json, refuse_pointer, typed
 from .gguf_file import GGUF, read_metadata
+from .processor import multiplies
 from .shape import DTYPES
 
 if TYPE_CHECKING:
@@ -86,23 +87,14 @@ def _shards(index: Path) -> dict[str, str]:
         raise ValueError(f"{index}: {error}") from error
 
 
-def processor_dtype() -> str:
-    """bfloat16 where the CPU has instructions for it: half the bytes, and prompts are read several times faster. Else float32."""
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(errors="replace").split())
-    except OSError:  # not Linux: float32 is never wrong
-        words = set()
-    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
-
-
 def own_dtype(config: Mapping, device: str, stored: Safetensors | None = None) -> str:
     """The dtype that a config names, else the one the embedding is stored in, by name.
 
-    auto, as of codes, which are stored in none: what the processor is best at, or float32 on any other device.
+    auto, as of codes, which are stored in none: bfloat16 on a CPU that multiplies it (half the bytes, and prompts are read several times faster), else float32.
     """
     name = config.get("dtype") or config.get("torch_dtype")
     if name == "auto":
-        return processor_dtype() if device == "cpu" else "float32"
+        return "bfloat16" if device == "cpu" and multiplies("bfloat16") else "float32"
     if name is None:
         name = stored.dtypes.get(EMBED, "bfloat16") if stored else "bfloat16"
     name = str(name).removeprefix("torch.")

@@ -14,7 +14,8 @@ from math import prod
 
 from .attention import watched_rows
 from .policy import Policy
-from .shape import ROWS, ModelConfig
+from .processor import arithmetic
+from .shape import FEW, ROWS, ModelConfig
 from .slots import Shapes
 
 ITEMSIZE = {  # bytes of a number, by its dtype's name
@@ -89,9 +90,28 @@ class Prefill:
         return self.pools + self.bookkeeping + self.scratch + self.activations
 
 
+@dataclass(frozen=True)
+class Remade:
+    """What passing a long text through matrices takes beside them, where they are made anew for it, one at a time."""
+
+    weight: int = 0  # bytes a weight
+    number: int = 0  # bytes of each number that goes in or comes out, in another dtype than the model's
+    unpacked: int = 0  # bytes a weight that are gone once it is made
+
+
+def remade(weights: str, dtype: str, device: str = "cpu") -> Remade:
+    """Codes become numbers, and numbers that the processor does not multiply become wider ones."""
+    wide = arithmetic(dtype, device)
+    number = ITEMSIZE[wide] if wide != dtype else 0
+    if weights == "native":
+        return Remade(number, number)
+    return Remade(ITEMSIZE[wide], number, int(weights == "int4"))  # codes of 4 bits become bytes first
+
+
 def plan_prefill(
-    c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, chunk: int | None, itemsize: int, kv_itemsize: int | None = None
-) -> Prefill:
+    c: ModelConfig, policy: Policy, prompt_len: int, max_new: int, chunk: int | None, itemsize: int,
+    kv_itemsize: int | None = None, made: Remade = Remade(),
+) -> Prefill:  # fmt: skip
     """The plan for a first prompt, read in one piece or `chunk` tokens at a time; kv_itemsize: of keys and values (None: as all)."""
     kv_itemsize = kv_itemsize or itemsize
     rows = policy.plan(c.n_layers, prompt_len, max_new)
@@ -110,7 +130,7 @@ def plan_prefill(
     watched = C if stepped else block if policy.prompt == "probs" else 0
     own = policy.working(H, c.n_heads // H, T, D, watched)
     ranking = own + H * T * RANKING if T > min(rows) else 0
-    block = _block_bytes(c, C, T, watched, ranking, itemsize, kv_itemsize)
+    block = max(_block_bytes(c, C, T, watched, ranking, itemsize, kv_itemsize), _product_bytes(c, C, itemsize, made))
     return Prefill(pool_bytes(c, rows, kv_itemsize), bookkeeping_bytes(c, policy, rows, kv_itemsize), scratch, residual + block)
 
 
@@ -134,3 +154,14 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, ite
     attending = (q + k) * itemsize + q * kv_itemsize + max(answer, evidence, ranking, back)
     mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
     return max(projected + turning, projected + attending, mlp)
+
+
+def _product_bytes(c: ModelConfig, C: int, itemsize: int, made: Remade) -> int:
+    """What lives at once while C rows pass the largest matrices, those of the MLP, made anew for them: on the way in, or out."""
+    if C <= FEW:
+        return 0
+    dim, ffn, out = c.dim, c.ffn_dim, made.number or itemsize
+    up = C * dim * (itemsize + made.number) + 2 * ffn * (dim * made.weight + max(C * out, dim * made.unpacked))
+    back = C * (dim * itemsize + 2 * ffn * (itemsize + made.number))  # by then the matrix is gone
+    down = C * ((dim + 3 * ffn) * itemsize + ffn * made.number) + dim * (ffn * made.weight + max(C * out, ffn * made.unpacked))
+    return max(up, back, down)

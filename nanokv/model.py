@@ -9,20 +9,37 @@ H KV heads, G query heads per KV head, S new tokens, D head_dim.
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .shape import ROWS, ModelConfig
+from .processor import arithmetic
+from .shape import FEW, ROWS, ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """What a long text x is to be multiplied in."""
+    return getattr(torch, arithmetic(str(x.dtype).removeprefix("torch."), x.device.type))
+
+
+class Linear(nn.Linear):
+    """A linear layer. Where the processor cannot multiply its dtype, a long text meets a float32 copy of the matrix, made for it and dropped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        if x.numel() <= FEW * x.shape[-1] or (dtype := wide(x)) == x.dtype:
+            return super().forward(x)
+        return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)).to(x.dtype)
 
 
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.H, self.G, self.D = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
-        self.qkv = nn.Linear(c.dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim, bias=c.qkv_bias)
-        self.o = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=c.o_bias)
+        self.qkv = Linear(c.dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim, bias=c.qkv_bias)
+        self.o = Linear(c.n_heads * c.head_dim, c.dim, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps)
             self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps)
@@ -42,8 +59,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.gate_up = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)
-        self.down = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+        self.gate_up = Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)
+        self.down = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -71,7 +88,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = nn.RMSNorm(c.dim, c.norm_eps)
-        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.head = Linear(c.dim, c.vocab_size, bias=False)
         if c.tied:
             self.head.weight = self.embed.weight
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from reprlib import repr as brief
 
 from .later import torch
-from .memory import GROUP, Prefill, kv_bytes, plan_prefill, weight_bytes
+from .memory import GROUP, Prefill, Remade, kv_bytes, plan_prefill, weight_bytes
 from .policy import Policy
 from .shape import ModelConfig
 
@@ -71,6 +71,7 @@ class Plan:
     itemsize: int
     weights: str = "native"
     kv_itemsize: int | None = None  # of keys and values; None: as all other numbers
+    made: Remade = Remade()  # what matrices take that are made for a long text
 
     @property
     def kv_number(self) -> int:
@@ -79,7 +80,7 @@ class Plan:
 
     @property
     def prefill(self) -> Prefill:
-        return plan_prefill(self.config, self.policy, self.prompt, self.new, self.chunk, self.itemsize, self.kv_itemsize)
+        return plan_prefill(self.config, self.policy, self.prompt, self.new, self.chunk, self.itemsize, self.kv_itemsize, self.made)
 
     @property
     def peak(self) -> int:

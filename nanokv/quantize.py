@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .memory import BITS, GROUP
+from .model import wide
+from .shape import FEW
 
-FEW = 32  # rows up to which multiplying codes is faster than making dense weights first
 BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
 SHORT = torch.bfloat16  # of scales, and of activations in the kernels, which are slow in any other dtype
 
@@ -53,8 +54,8 @@ class Codes(NamedTuple):
     def rows(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K]."""
         shape = (*self.scale.shape, -1)
-        w = self.codes.to(dtype).view(shape) * self.scale.to(dtype)[..., None]
-        return (w if self.zero is None else w + self.zero.to(dtype)[..., None]).view(self.codes.shape)
+        w = self.codes.to(dtype).view(shape).mul_(self.scale.to(dtype)[..., None])  # in place: it may be the largest matrix there is
+        return (w if self.zero is None else w.add_(self.zero.to(dtype)[..., None])).view(self.codes.shape)
 
 
 class Coded(nn.Module):
@@ -75,7 +76,11 @@ class Coded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = self.few(rows) if len(rows) <= FEW else F.linear(rows, self.dense(x.dtype))
+        if len(rows) <= FEW:
+            out = self.few(rows)
+        else:
+            dtype = wide(x)
+            out = F.linear(rows.to(dtype), self.dense(dtype)).to(x.dtype)
         return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 # A long text passes a layer in blocks of rows: what is wider than the residual exists for one block only.
 # Blocks are of equal size, so the last one holds at least ROWS / 2: the votes of up to 128 rows come together.
 ROWS = 1024
+FEW = 32  # rows up to which a matrix is multiplied as it is stored; for more it pays to make it anew in what the processor multiplies
 DTYPES = ("float32", "bfloat16", "float16")  # that a model may run in
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_cli import write_checkpoint
 
-from nanokv import headers
+from nanokv import headers, processor
 from nanokv.loading import find, load
 
 
@@ -34,7 +34,8 @@ def test_codes_are_unpacked_to_what_the_processor_is_best_at(flags, dtype, monke
                 raise OSError
             return f"flags\t: {flags}\n"
 
-    monkeypatch.setattr(headers, "Path", Cpuinfo)
+    monkeypatch.setattr(processor, "Path", Cpuinfo)
+    monkeypatch.setattr(processor, "features", processor.features.__wrapped__)  # asked anew, and not remembered
     assert find("smollm2-135m", device="cpu", read=False).dtype == dtype
     assert headers.own_dtype({"dtype": "auto"}, "cpu") == dtype and headers.own_dtype({"dtype": "auto"}, "cuda") == "float32"
     assert find("smollm2-135m", "float16", "cpu", read=False).dtype == "float16"

@@ -8,10 +8,12 @@ from conftest import tiny, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanokv import processor
 from nanokv.engine import Engine
-from nanokv.memory import ITEMSIZE, bookkeeping_bytes, kv_bytes, plan_prefill, pool_bytes
+from nanokv.memory import ITEMSIZE, bookkeeping_bytes, kv_bytes, plan_prefill, pool_bytes, remade
 from nanokv.model import ModelConfig
 from nanokv.policy import make
+from nanokv.quantize import Codes, bits_of, coded_places, put
 
 GIB = 2**30
 
@@ -80,6 +82,25 @@ def test_what_stands_is_what_was_counted(name, splits, dtype):
     assert counted == real
 
 
+@pytest.mark.parametrize("features", [{"avx512_bf16"}, set()])
+@pytest.mark.parametrize("form, dtype", [("native", "bfloat16"), ("int8", "bfloat16"), ("int4", "bfloat16"), ("int8", "float32"), ("int4", "float32")])
+def test_matrices_made_for_a_long_text_are_planned(form, dtype, features, monkeypatch):
+    monkeypatch.setattr(processor, "features", lambda: features)
+    model = tiny(dim=256, n_heads=2, n_kv_heads=1, head_dim=32, ffn_dim=2048).to(getattr(torch, dtype))
+    if form != "native":
+        for place in coded_places(model):
+            put(model, place, Codes.of(model.get_parameter(place), bits_of(place, form)), form, model.like.dtype)
+    policy, prompt = make("streaming_llm", budget=64), [5] * 200
+    next(Engine(model, policy).generate(prompt, 8))  # in what order int4 codes are packed is found out once
+    engine = Engine(model, policy)
+    with Allocations(engine.freqs, *model.parameters(), *model.buffers()) as memory:
+        next(engine.generate(prompt, 8))
+    made = remade(form, dtype)
+    assert made.weight == (4 if dtype == "float32" or not features else 0 if form == "native" else 2)
+    planned = plan_prefill(model.config, policy, len(prompt), 8, None, ITEMSIZE[dtype], made=made)
+    assert 0.95 < planned.peak / memory.peak < 1.05
+
+
 @pytest.mark.parametrize("chunk", [None, 300])
 @pytest.mark.parametrize("dtype, kv", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("name, dials", [("full", {}), ("window", {"budget": 256}), ("streaming_llm", {"budget": 256})])
@@ -89,7 +110,7 @@ def test_the_peak_of_a_prompt_is_the_planned_one(name, dials, dtype, kv, chunk):
     engine = Engine(model, policy, chunk, kv_dtype=kv)
     with Allocations(engine.freqs, *model.parameters()) as memory:
         next(engine.generate(prompt, 8))
-    planned = plan_prefill(model.config, policy, len(prompt), 8, chunk, ITEMSIZE[dtype], ITEMSIZE[kv])
+    planned = plan_prefill(model.config, policy, len(prompt), 8, chunk, ITEMSIZE[dtype], ITEMSIZE[kv], remade("native", dtype))
     assert 0.95 < planned.peak / memory.peak < 1.05
     assert planned.pools + planned.bookkeeping <= memory.now < 1.02 * (planned.pools + planned.bookkeeping)
 

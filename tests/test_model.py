@@ -8,10 +8,12 @@ from oracle import causal, dense_logits
 from torch import Tensor
 
 from nanokv import model as nanokv_model
+from nanokv import processor
 from nanokv.engine import Engine
 from nanokv.model import ModelConfig, Transformer
 from nanokv.policy import make
 from nanokv.rope import frequencies, rotate
+from nanokv.shape import FEW
 
 SHAPE = dict(vocab_size=61, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
              intermediate_size=40, max_position_embeddings=64, rms_norm_eps=1e-5)
@@ -124,3 +126,20 @@ def test_a_long_text_passes_a_layer_in_blocks_of_rows(rows, monkeypatch):
             engine.logits = torch.stack([engine.extend(TOKENS), engine.extend(TOKENS.flip(0))])
         assert (whole.logits - blocks.logits).abs().max() < 1e-5, name
         assert all(torch.equal(a.pos, b.pos) for a, b in zip(whole.slots, blocks.slots)), name
+
+
+@pytest.mark.parametrize("dtype, word", [(torch.bfloat16, "avx512_bf16"), (torch.float16, "avx512_fp16")])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_long_text_is_multiplied_in_float32_where_the_processor_knows_nothing_shorter(dtype, word, bias, monkeypatch):
+    layer = nanokv_model.Linear(24, 40, bias, dtype=dtype)
+    x = torch.randn(FEW + 1, 24, dtype=dtype)
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    own = F.linear(x, layer.weight, layer.bias)
+    seen = []
+    monkeypatch.setattr(nanokv_model.F, "linear", lambda x, w, b=None: seen.append(w.dtype) or torch._C._nn.linear(x, w, b))
+    monkeypatch.setattr(processor, "features", lambda: set())
+    assert (layer(x).double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max(), "rounded once"
+    few = layer(x[:FEW])
+    monkeypatch.setattr(processor, "features", lambda: {word})
+    assert torch.equal(layer(x), own) and few.dtype == dtype
+    assert seen == [torch.float32, dtype, dtype], "a wider matrix for the long text, none for a few rows or where it is not needed"

@@ -37,7 +37,7 @@ def worker(args: argparse.Namespace) -> dict:
     import torch
 
     from nanokv import Engine, load, make
-    from nanokv.memory import plan_prefill
+    from nanokv.memory import plan_prefill, remade
 
     torch.manual_seed(args.seed)
     model, _ = load(args.model, args.dtype, "cpu")
@@ -49,7 +49,8 @@ def worker(args: argparse.Namespace) -> dict:
     before = rebase()
     for _ in engine.generate(tokens, args.new):
         pass
-    plan = plan_prefill(model.config, policy, args.length, args.new, args.chunk, engine.like.element_size())
+    made = remade("native", str(model.like.dtype).removeprefix("torch."))
+    plan = plan_prefill(model.config, policy, args.length, args.new, args.chunk, engine.like.element_size(), made=made)
     measured = resident("VmHWM") - before
     return {
         "policy": args.policy, "budget": args.budget, "chunk": args.chunk, "tokens": args.length,
