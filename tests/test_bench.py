@@ -332,11 +332,33 @@ def test_both_commands_say_the_same_token(smollm2, capsys):
     assert len(rows) == 2 and rows[0]["said"] == rows[1]["said"] != "" and rows[0]["transformers_over"] > 0
 
 
-def test_memory_says_which_measurement_failed_and_ends_with_1(capsys, monkeypatch):
+def memory_rows(capsys, monkeypatch, peaks, *more, code=0):
+    """Rows of the bench whose processes measure these bytes one after another; None: that one fails."""
+    left = iter(peaks)
+
     def process(command, **_):
-        bad = "--length=20" in command
-        return Namespace(returncode=int(bad), stdout='{"policy": "full", "tokens": 10}\n', stderr="Traceback\nerror: too long\n")
+        peak = next(left)
+        return Namespace(returncode=int(peak is None), stdout=f'{{"policy": "full", "measured_bytes": {peak}}}\n', stderr="Traceback\nerror: too long\n")
 
     monkeypatch.setattr(memory.subprocess, "run", process)
-    rows = run(capsys, *"memory --runs full --lengths 10,20".split(), code=1)["rows"]
-    assert rows == [{"policy": "full", "tokens": 10}, {"policy": "full", "tokens": 20, "failed": "error: too long"}]
+    rows = run(capsys, "memory", "--runs", "full", *more, code=code)["rows"]
+    assert next(left, "all ran") == "all ran"
+    return rows
+
+
+def test_memory_says_which_measurement_failed_and_ends_with_1(capsys, monkeypatch):
+    rows = memory_rows(capsys, monkeypatch, [memory.SMALL, None], "--lengths", "10,20", code=1)
+    assert [(row["policy"], row.get("failed")) for row in rows] == [("full", None), ("full", "error: too long")] and rows[1]["tokens"] == 20
+
+
+@pytest.mark.parametrize("peaks, median, more", [
+    ([30, 10, 20], 20, []), ([30, 10, 20, 21, 22], 21, ["--repeat", "5"]), ([30, 10], 10, ["--repeat", "2"]), ([memory.SMALL], memory.SMALL, []),
+])
+def test_memory_measures_a_small_row_again_and_keeps_the_median(capsys, monkeypatch, peaks, median, more):
+    row, = memory_rows(capsys, monkeypatch, peaks, "--lengths", "10", *more)
+    assert (row["measured_bytes"], row["processes"], row["lowest_bytes"], row["highest_bytes"]) == (median, len(peaks), min(peaks), max(peaks))
+
+
+def test_memory_that_fails_the_second_time_has_failed(capsys, monkeypatch):
+    row, = memory_rows(capsys, monkeypatch, [10, None], "--lengths", "10", code=1)
+    assert row["failed"] == "error: too long"
