@@ -1,53 +1,56 @@
 """The decode step as one compiled graph.
 
 The insight: a hard budget is a fixed shape. Slots never move, `now` and `cursor` are tensors, and who goes is
-decided before the step: nothing in it asks the host, so torch.compile sees one full graph. What is small (norms,
-rotations, masks, bookkeeping) melts into a handful of kernels per layer; the products stay calls of their own. On
-CUDA the whole step is replayed as one CUDA graph.
+decided before the step: nothing in it asks the host, so torch.compile sees one full graph. On a CPU it turns everything
+but attention, the products of one row by a matrix too (sweep.py), into plain loops, one function from one layer's
+attention to the next one's. On CUDA the whole step is replayed as one CUDA graph.
 
 torch keeps on disk what it compiled, so a second run with the same model and budget waits for a fraction of the time.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .slots import Slots
 
 # The checks of sizes between two kernels take longer than some kernels, and sizes are fixed. A wrapper in C++ calls
 # them in less time than one in Python.
 CPU = {"size_asserts": False, "cpp_wrapper": True}
+GUARDLESS = hasattr(torch.compiler, "skip_all_guards_unsafe")  # torch 2.6 always asks all guards
+TRIALS = 12  # steps that are timed on one thread and on all
 
 
 class Compiled:
     """A decode step, tokens [S] -> logits [vocab], compiled for one token; several take the plain path. So is making room for one.
 
-    `seconds` is what compiling took so far.
+    `seconds` is what compiling took so far; `threads` is how many a step runs on.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], evict: Callable[[], None] | None, device: torch.device):
-        self.plain, self.seconds, self._cuda = step, 0.0, device.type == "cuda"
-        how: dict[str, Any] = {"mode": "reduce-overhead"} if self._cuda else {"options": CPU}
-        # a graph of its own: else the engines of a process share a list, and every step asks which of its graphs fits
-        how |= {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-        # dynamic=False: a second budget is a second fixed shape, not a reason for a graph that fits any
-        self._graph, self.evict = (f and torch.compile(f, fullgraph=True, dynamic=False, **how) for f in (step, evict))
+        self.plain, self._plain_evict, self._cuda = step, evict, device.type == "cuda"
+        self.seconds, self.threads = 0.0, torch.get_num_threads()
+        self._graph = self._room = None
 
     def prepare(self, memory: Sequence[Slots]) -> None:
-        """Compile, by a step into memory that is still empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
+        """Compile for this memory, by steps into it while it is empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
         start = perf_counter()
+        self._graph, self._room = (f and self._compiled(f) for f in (self.plain, self._plain_evict))
+        self.threads = torch.get_num_threads()
         if self._cuda:  # memory that never moves may stay where it is: no copy into the CUDA graph's own
             for kv in memory:
                 for tensor in kv.tensors():
                     torch._dynamo.mark_static_address(tensor)
         try:
-            self(torch.zeros(1, dtype=torch.long, device=memory[0].k.device))
-            if self.evict:
-                self.evict()
+            self._try(memory)
+            if not self._cuda and self.threads > 1:
+                self.threads = self._fastest(memory)
         except Exception as error:  # torch has dozens for it, not all of one family
             said = str(error).strip().partition("\n")[0]
             raise RuntimeError(f"the decode step could not be compiled ({said}); a C++ compiler must be there, or leave out --compile") from error
@@ -56,5 +59,67 @@ class Compiled:
     def __call__(self, tokens: Tensor) -> Tensor:
         if len(tokens) > 1:
             return self.plain(tokens)
-        logits = self._graph(tokens)
+        with threads(self.threads):
+            logits = self._graph(tokens)
         return logits.clone() if self._cuda else logits  # the CUDA graph's own answer is overwritten by its next one
+
+    @property
+    def evict(self) -> Callable[[], None] | None:
+        """Making room for one token in every layer; None where that is not compiled."""
+        return self._room and self._evict
+
+    def _evict(self) -> None:
+        with threads(self.threads):
+            self._room()
+
+    def _compiled(self, f: Callable) -> Callable:
+        """f as one graph. It is made for this memory and meets no other, so no step need ask whether it still fits."""
+        if self._cuda:
+            how: dict[str, Any] = {"mode": "reduce-overhead"}
+        else:
+            how = {"options": CPU | ({"guard_filter_fn": torch.compiler.skip_all_guards_unsafe} if GUARDLESS else {})}
+        # a graph of its own: else the engines of a process share a list, and every step asks which of its graphs fits
+        how |= {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+        # dynamic=False: a fixed shape, not one among many
+        return torch.compile(f, fullgraph=True, dynamic=False, **how)
+
+    def _try(self, memory: Sequence[Slots]) -> float:
+        """A step into the first slot of each layer, and room for the next one -> seconds."""
+        for kv in memory:
+            kv.cursor.zero_()
+        token, start = torch.zeros(1, dtype=torch.long, device=memory[0].k.device), perf_counter()
+        self(token)
+        if self.evict:
+            self.evict()
+        return perf_counter() - start
+
+    def _fastest(self, memory: Sequence[Slots]) -> int:
+        """How many threads, one or all, take the shorter step here.
+
+        Threads that must be woken (OMP_WAIT_POLICY=passive) may come later than one alone is done, dozens of times in a step.
+        """
+        seconds: dict[int, list[float]] = {self.threads: [], 1: []}
+        for _ in range(TRIALS):
+            for self.threads, times in seconds.items():
+                times.append(self._try(memory))
+        return min(seconds, key=lambda n: statistics.median(seconds[n]))
+
+
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """What torch computes in here, it computes on n threads."""
+    before = torch.get_num_threads()
+    if n == before:
+        yield
+        return
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def by_rows(model: nn.Module) -> None:
+    """Store every matrix row by row, as a compiled step sweeps over it; the plain one prefers float32 by columns."""
+    for p in model.parameters():
+        p.data = p.data.contiguous()

@@ -96,22 +96,22 @@ def floor(engine: Engine, context: int, new: int) -> int:
     return weight_bytes(engine.model) + 2 * c.n_kv_heads * c.head_dim * rows * engine.like.element_size()
 
 
-Models = Mapping[str, Transformer]  # by the form of their weights
+Models = Mapping[str, Transformer]  # by the form of their weights; a compiled step is a form of its own, with a model of its own
+COMPILED = " compiled"
 
 
-def entrants(args: argparse.Namespace, models: Models, compiled: bool = False) -> list[Cell]:
-    """Every policy at every budget in every form; compiled: and once more with its step compiled, as a form of its own."""
-    ways = [("", False)] + [(" compiled", True)] * compiled
+def entrants(args: argparse.Namespace, models: Models) -> list[Cell]:
+    """Every policy at every budget in every form."""
     asked = (args.policies, args.budgets, args.set)
     return [
-        cell for form, model in models.items() for said, how in ways
-        for cell in cells(model, *asked, form + said, compile=how, kv_dtype=args.kv_dtype)
+        cell for form, model in models.items()
+        for cell in cells(model, *asked, form, compile=form.endswith(COMPILED), kv_dtype=args.kv_dtype)
     ]  # fmt: skip
 
 
 def decode_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer], tokens: torch.Tensor, rate: float, context: int) -> list[dict]:
     """Milliseconds a token after `context` tokens, each policy in turn."""
-    every, new, rows = entrants(args, models, args.compile), args.rounds + SPARE, []
+    every, new, rows = entrants(args, models), args.rounds + SPARE, []
     prompt, rest = tokens[:context].tolist(), tokens[context:].tolist()
     progress(f"reading {context} tokens")
     for model in models.values():
@@ -129,7 +129,7 @@ def decode_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer]
             continue
         seconds, least = median[cell.name], floor(cell.engine, context, new) / rate
         row |= {"floor_ms": least * 1e3, "ms": seconds * 1e3, "over_floor": seconds / least}
-        row |= {"compile_s": cell.engine.compile_s} if args.compile else {}
+        row |= {"compile_s": cell.engine.compile_s, "threads": cell.engine.threads} if args.compile else {}
         row |= ratios(median, row, ("full", args.base)) | peers_over(median, cell, others)
         rows.append(row | kv_held(cell.engine, context, new))
     return rows + peer_rows("decode", others, median, context)
@@ -246,7 +246,8 @@ def main(argv: Sequence[str]) -> int:
     with usage():
         args = options(argv)
     print(__doc__)
-    models = {form: loaded(args, form, "cpu")[0] for form in args.forms}
+    plain = {form: loaded(args, form, "cpu")[0] for form in args.forms}
+    models = plain | {form + COMPILED: loaded(args, form, "cpu")[0] for form in args.forms if args.compile}
     torch.manual_seed(args.seed)
     longest = max(args.contexts + args.prefills) + args.rounds + 64
     tokens = torch.randint(0, models[args.forms[0]].config.vocab_size, (longest,))
@@ -257,6 +258,6 @@ def main(argv: Sequence[str]) -> int:
         for context in filter(None, args.contexts):
             rows += decode_rows(args, models, others, tokens, rate, context)
         for length in filter(None, args.prefills):
-            rows += prefill_rows(args, models, others, tokens, length)
-        rows += attention_rows(args, models) if args.attention else []
+            rows += prefill_rows(args, plain, others, tokens, length)
+        rows += attention_rows(args, plain) if args.attention else []
     return 0
