@@ -23,8 +23,9 @@ from .slots import Slots
 # The checks of sizes between two kernels take longer than some kernels, and sizes are fixed. A wrapper in C++ calls
 # them in less time than one in Python.
 CPU = {"size_asserts": False, "cpp_wrapper": True}
-GUARDLESS = hasattr(torch.compiler, "skip_all_guards_unsafe")  # torch 2.6 always asks all guards
-TRIALS = 12  # steps that are timed on one thread and on all
+ALONE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # not in torch 2.6
+GUARDLESS = ALONE and hasattr(torch.compiler, "skip_all_guards_unsafe")
+TRIALS, TRIED = 12, 2.0  # steps that are timed on one thread and on all; seconds after which fewer must do
 
 
 class Compiled:
@@ -73,13 +74,12 @@ class Compiled:
             self._room()
 
     def _compiled(self, f: Callable) -> Callable:
-        """f as one graph. It is made for this memory and meets no other, so no step need ask whether it still fits."""
+        """f as one graph, made for this memory: it meets no other, so no step need ask whether it still fits."""
         if self._cuda:
             how: dict[str, Any] = {"mode": "reduce-overhead"}
         else:
             how = {"options": CPU | ({"guard_filter_fn": torch.compiler.skip_all_guards_unsafe} if GUARDLESS else {})}
-        # a graph of its own: else the engines of a process share a list, and every step asks which of its graphs fits
-        how |= {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+        how |= {"isolate_recompiles": True} if ALONE else {}  # else the engines of a process share a list of graphs
         # dynamic=False: a fixed shape, not one among many
         return torch.compile(f, fullgraph=True, dynamic=False, **how)
 
@@ -99,7 +99,10 @@ class Compiled:
         Threads that must be woken (OMP_WAIT_POLICY=passive) may come later than one alone is done, dozens of times in a step.
         """
         seconds: dict[int, list[float]] = {self.threads: [], 1: []}
-        for _ in range(TRIALS):
+        start = perf_counter()
+        for i in range(TRIALS):
+            if i > 2 and perf_counter() - start > TRIED:
+                break
             for self.threads, times in seconds.items():
                 times.append(self._try(memory))
         return min(seconds, key=lambda n: statistics.median(seconds[n]))

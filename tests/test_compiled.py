@@ -78,6 +78,23 @@ def test_a_compiled_engine_stores_its_models_matrices_row_by_row():
     assert model.head.weight is model.embed.weight
 
 
+def test_compiled_engines_do_not_meet_each_others_graphs():
+    model, text = tiny(n_layers=1), list(range(30))
+    settings = [(small("window", 12), 8), (small("window", 16), 8), (REGISTRY["full"](), 8), (REGISTRY["full"](), 15)]
+    engines = [[Engine(model, policy, compile=c) for policy, _ in settings] for c in (False, True)]
+    for every in engines:
+        for engine, (_, prompt) in zip(every, settings):
+            engine.reset(prompt, 20)
+            engine.extend(text[:prompt])
+    for t in text[:15]:
+        for plain, compiled in zip(*engines):
+            assert (plain.decode([t]) - compiled.decode([t])).abs().max() < 1e-4
+    for every in engines:  # and one engine, other memory
+        every[2].reset(20, 10)
+        every[2].extend(text[:20])
+    assert (engines[0][2].decode([3]) - engines[1][2].decode([3])).abs().max() < 1e-4
+
+
 def test_compiling_leaves_the_memory_empty():
     engine = Engine(tiny(n_layers=1), small("window"), compile=True)
     engine.reset(8, 8)
