@@ -12,7 +12,6 @@ computed from positions says what may be read. K and V are never repeated per qu
 
 from collections.abc import Iterator
 
-from . import sweep
 from .later import F, Tensor, torch
 
 ROWS = 128  # query rows per fused call with a mask: bounds the mask, whatever the prompt's length
@@ -94,8 +93,6 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
     outside the mask gets probability 0 exactly (and its V must be finite).
     """
     H, _, S, _ = q.shape
-    if S == 1 and k.dim() == 3 and k.dtype != torch.float32 and sweep.wanted(q[0, 0]):  # the fused kernel is good at float32
-        return sweep.attend(q, k, v, mask, scale)
     k, v = ((x[:, None] if x.dim() == 3 else x).expand(H, S, -1, -1) for x in (k, v))  # views: the G heads are rows
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask[:, :, None], scale=scale).transpose(1, 2)
 

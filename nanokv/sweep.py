@@ -1,12 +1,14 @@
-"""One row against many, as plain loops: what torch.compile makes of a decode step on a CPU.
+"""One row times a matrix as a plain loop, for torch.compile: what a decode step on a CPU consists of.
 
 The insight: a library's products are made for many rows, of which each reads again what another has brought near. One
 token is one row: a matrix passes through the processor once, from front to back, and that is all. Said as a
 multiplication and a sum, this is what the compiler makes of it: one loop over memory, which joins the loops before and
-after it in one function. Sums are in float32, whatever is read.
+after it in one function. (Attention could be said so too, and then a whole step is one function; but the C++ compiler
+takes minutes over it, and a few per cent are gained.)
 """
 
-from .later import Tensor, torch
+import torch
+from torch import Tensor
 
 
 def wanted(x: Tensor) -> bool:
@@ -16,16 +18,5 @@ def wanted(x: Tensor) -> bool:
 
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K], one row, times w [N, K] stored row by row -> [..., N] in float32."""
-    return (w.float() * _made(x).float().view(-1)).sum(-1).view(*x.shape[:-1], -1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """One query's attention, q [H, G, 1, D] to k, v [H, N, D] where mask [H, 1, N] -> [H, G, 1, D]."""
-    logits = (_made(q).float() * k[:, None].float()).sum(-1) * scale  # [H, G, N]
-    probs = _made(logits.masked_fill(~mask, -torch.inf).softmax(-1))
-    return (probs[..., None] * v[:, None].float()).sum(2, keepdim=True).to(q.dtype)
-
-
-def _made(x: Tensor) -> Tensor:
-    """x as a tensor that is there: else the compiler would work it out anew for every row that it meets."""
-    return x.as_strided(x.shape, x.stride())
+    x = x.as_strided(x.shape, x.stride())  # a tensor that is there: else what made it would be computed anew for every row of w
+    return (w.float() * x.float().view(-1)).sum(-1).view(*x.shape[:-1], -1)
