@@ -44,8 +44,10 @@ class Reading:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [H, G, C, D], k v [H, C, D] of the next C tokens -> what they attend to [H, G, C, D]."""
         if self.done == 0:
-            self.texts = []  # the last layer's scratch goes before the next one's comes
-            self.texts = [m.slots[layer].beside(self.S) for m in self.memories]
+            # the last layer's scratch becomes the next one's: what is given back and taken again stays resident in between
+            spare = [[text.k, text.v] for text in self.texts] or [[] for _ in self.memories]
+            self.texts = []
+            self.texts = [m.slots[layer].beside(self.S, own) for m, own in zip(self.memories, spare)]
         rows = slice(self.done, self.done + q.shape[2])
         q, k = (turn(x, self.cos[rows], self.sin[rows]) for x in (q, k))
         q = q.to(self.texts[0].k.dtype)

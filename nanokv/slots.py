@@ -199,12 +199,17 @@ class Slots:
 
     # ---- reading a text: what stays is moved in, once per layer and text ----
 
-    def beside(self, S: int) -> "Slots":
-        """Scratch that lives for one layer: what the slots hold, in time order, and room for S new tokens behind it."""
+    def beside(self, S: int, spare: list[Tensor] | None = None) -> "Slots":
+        """Scratch that lives for one layer: what the slots hold, in time order, and room for S new tokens behind it.
+
+        spare: the K and V of another layer's scratch, which nobody needs any more; they are taken, or let go if they do not fit.
+        """
         D = self.k.shape[-1]
         held = [cap - self.room for cap in self.shares]
         shares = [n + S for n in held]
-        k, v = (self.k.new_empty(sum(shares), D) for _ in range(2))
+        if spare and len(spare[0]) != sum(shares):
+            spare.clear()
+        k, v = spare or (self.k.new_empty(sum(shares), D) for _ in range(2))
         text = Slots(shares, k, v, max(shares), self._mark_shapes(), self.layer)
         text.state, text.freqs, text.scale, text.room = self.state, self.freqs, self.scale, S
         text.now.copy_(self.now)

@@ -79,12 +79,12 @@ class Witness:
         beside, write = Slots.beside, Slots.write
         policy, read = self.engine.policy, self.engine.policy.read
 
-        def note_text(kv: Slots, S: int) -> Slots:
+        def note_text(kv: Slots, S: int, spare: list[Tensor] | None = None) -> Slots:
             """A text's tokens read what the slots held before it, and the text causally."""
             for i in range(S):
                 mine = (int(kv.now) + torch.arange(i + 1)).expand(len(kv.pos), -1)
                 self._note(kv, int(kv.now) + i, torch.cat((kv.pos.long(), mine), 1))
-            return beside(kv, S)
+            return beside(kv, S, spare)
 
         def note_step(kv: Slots, k: Tensor, v: Tensor) -> Tensor:
             """A decoded token reads whoever is live once it has been written itself."""

@@ -169,3 +169,14 @@ def test_clear_forgets_everything_and_evens_the_shares():
     for name in ("k", "v", "pos", "free", "cursor", "now", "base", "caps", "own", "entry"):
         assert torch.equal(getattr(kv, name), getattr(new, name)), name
     assert (kv.room, kv.shares, kv.allotted) == (4, [4, 4, 4], False) and not kv.marks["note"].any()
+
+
+def test_a_scratch_takes_the_place_of_the_last_one_if_it_is_as_large():
+    kv = Slots.empty(4, 2, 3, torch.zeros(0))
+    first = kv.beside(5)
+    spare = [first.k, first.v]
+    again = kv.beside(5, spare)
+    assert again.k.data_ptr() == first.k.data_ptr() and again.v.data_ptr() == first.v.data_ptr()
+    assert not again.live.any() and again.room == 5
+    other = kv.beside(6, spare)
+    assert len(other.k) == 12 and spare == []  # let go before the new one was made
