@@ -362,8 +362,9 @@ def test_it_keeps_what_naive_lists_keep(tmp_path):
         policy, exact = setting(rng), rng.random() < 0.3
         Q, K, freqs, mean, size = vectors(rng, L, H, G, T, D, exact)
         if exact or rng.random() < 0.4:
-            QueryStats(mean, size, freqs).save(tmp_path / "stats.safetensors")
-            policy = dataclasses.replace(policy, stats=str(tmp_path / "stats.safetensors"))
+            file = tmp_path / f"{rng.random()}.safetensors"  # a clock may give two files of one name the same time, and then the first is remembered
+            QueryStats(mean, size, freqs).save(file)
+            policy = dataclasses.replace(policy, stats=str(file))
         engine, turns = replay(policy, Q, K, torch.ones_like(K), freqs), conversation(rng, T)
         rows = [kv.shares for kv in engine.slots]
         got = [[kept(engine, layer) for layer in range(L)] for turn in turns if turn.play(engine) is None]
