@@ -35,14 +35,14 @@ class Compiled:
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], evict: Callable[[], None] | None, device: torch.device):
-        self.plain, self._plain_evict, self._cuda = step, evict, device.type == "cuda"
+        self.plain, self._make_room, self._cuda = step, evict, device.type == "cuda"
         self.seconds, self.threads = 0.0, torch.get_num_threads()
-        self._graph = self._room = None
+        self.evict = self._evict if evict else None
 
     def prepare(self, memory: Sequence[Slots]) -> None:
         """Compile for this memory, by steps into it while it is empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
         start = perf_counter()
-        self._graph, self._room = (f and self._compiled(f) for f in (self.plain, self._plain_evict))
+        self._graph, self._room = (f and self._compiled(f) for f in (self.plain, self._make_room))
         self.threads = torch.get_num_threads()
         if self._cuda:  # memory that never moves may stay where it is: no copy into the CUDA graph's own
             for kv in memory:
@@ -64,12 +64,8 @@ class Compiled:
             logits = self._graph(tokens)
         return logits.clone() if self._cuda else logits  # the CUDA graph's own answer is overwritten by its next one
 
-    @property
-    def evict(self) -> Callable[[], None] | None:
-        """Making room for one token in every layer; None where that is not compiled."""
-        return self._room and self._evict
-
     def _evict(self) -> None:
+        """Make room for one token in every layer."""
         with threads(self.threads):
             self._room()
 

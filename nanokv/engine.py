@@ -56,7 +56,8 @@ class Engine(Memory):
 
     `slots` is the memory, one `Slots` a layer; look, but let the policy do the writing.
     `chunk`: read texts this many tokens at a time, which bounds the scratch (None: in one piece).
-    `compile`: decode through torch.compile, see compiled.py (on a CPU it stores the model's matrices row by row). `kv_dtype`: of keys and values, by its name (auto: the model's).
+    `compile`: decode through torch.compile, see compiled.py; on a CPU the model's matrices are then stored row by row.
+    `kv_dtype`: of keys and values, by its name (auto: the model's).
     """
 
     def __init__(self, model: Transformer, policy: Policy, chunk: int | None = None, compile: bool = False, kv_dtype: str = "auto"):
