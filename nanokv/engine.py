@@ -79,7 +79,6 @@ class Engine(Memory):
         # who evicts seldom need not do it fast, and who chooses what to read may forget nothing at all
         often = policy.budget is not None and policy.interval == 1 and type(policy).read is Policy.read
         self._compiled = Compiled(self._forward, self._evict if often else None, self.like.device) if compile else None
-        self._step = self._compiled or self._forward
         if compile and self.like.device.type == "cpu":
             by_rows(model)
 
@@ -220,6 +219,10 @@ class Engine(Memory):
         for kv, gone in zip(tight, victims(self.policy, tight, self.policy.interval)):
             kv.evict(gone)
             self.policy.settle(kv)
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        # a method, not an attribute: an engine that refers to itself would keep its memory until Python looks for cycles
+        return (self._compiled or self._forward)(tokens)
 
     def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""

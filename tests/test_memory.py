@@ -1,10 +1,11 @@
 """Bytes: the formula against figures that the field quotes, and the plan against what torch really allocates."""
 
+import gc
 import weakref
 
 import pytest
 import torch
-from conftest import tiny, variants
+from conftest import small, tiny, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,6 +60,23 @@ def shape(layers: int, heads: int, kv_heads: int) -> ModelConfig:
 )
 def test_the_formula_gives_the_figures_people_quote(c, tokens, itemsize, expected):
     assert kv_bytes(c, tokens, itemsize) == expected
+
+
+@pytest.mark.parametrize("name, splits", variants())
+def test_an_engine_that_is_dropped_gives_its_memory_back_at_once(name, splits):
+    """Not when Python next looks for cycles: who opens a second engine would hold two memories till then."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(tiny(), small(name, 12, **splits), chunk=8)
+        for _ in engine.generate(range(30), 4):
+            pass
+        pools = [weakref.ref(kv.k.untyped_storage()) for kv in engine.slots]
+        assert all(pool() is not None for pool in pools)
+        del engine, _
+        assert all(pool() is None for pool in pools)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
