@@ -25,6 +25,7 @@ import nanokv
 from nanokv.options import (
     Parser, UsageError, add_memory_options, exit_code, leave, list_policies, policy_asked, positive, usage,
 )  # fmt: skip
+from nanokv.process import return_large_pieces, sleep_while_waiting
 
 if TYPE_CHECKING:  # these cost seconds of importing torch: only once there is something to run
     from nanokv.engine import Engine
@@ -275,7 +276,8 @@ def run(o: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line -> exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine several times slower
+    sleep_while_waiting()
+    return_large_pieces()
     if sys.stderr is None:  # closed: print would turn to stdout, which is the answer's
         sys.stderr = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):

@@ -82,7 +82,7 @@ def _rows(q: Tensor, k: Tensor, scale: float) -> Tensor:
     logits = ((q.float() * scale).reshape(H, -1, D) @ k.float().mT).view(H, G, C, -1)
     future = torch.ones(C, C, dtype=torch.bool, device=q.device).triu_(1)
     logits[..., -C:].masked_fill_(future, -torch.inf)
-    return logits.softmax(-1)
+    return torch.softmax(logits, -1, out=logits)  # in place: over a long text this is the largest thing there is
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

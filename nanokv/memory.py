@@ -144,15 +144,15 @@ def _block_bytes(c: ModelConfig, C: int, T: int, watched: int, ranking: int, ite
     cast = itemsize if itemsize < 4 else 0  # half precision meets float32 in a copy
     projected = (C * c.dim + q + 2 * k) * itemsize  # the normed residual and what it became
     turning = max(q * (3 * 4 + cast), q * itemsize + k * (3 * 4 + cast))  # two float32 products and their sum
-    answer = q * kv_itemsize
+    answer = q * kv_itemsize  # a block's own; then it joins the others'
     if T > C:  # behind a prefix: two parts and the logarithms of their sums (off the CPU a mask of 128 rows instead)
-        answer += C * c.n_heads * (2 * D * kv_itemsize + 4 * 4)
-    evidence = watched * c.n_heads * T * 8  # logits and probabilities, float32
+        answer = C * c.n_heads * (2 * D * kv_itemsize + 4 * 4)
+    evidence = watched * c.n_heads * T * 4  # logits that become probabilities in place, float32
     if kv_itemsize < 4 and watched:
         evidence += c.n_kv_heads * T * D * 4  # and the keys
-    back = q * (kv_itemsize + itemsize) if kv_itemsize != itemsize else 0  # queries meet keys in the keys' dtype, the answer comes back
-    attending = (q + k) * itemsize + q * kv_itemsize + max(answer, evidence, ranking, back)
-    mlp = C * (c.dim + 3 * c.ffn_dim + max(c.ffn_dim, c.dim)) * itemsize
+    back = q * itemsize if kv_itemsize != itemsize else 0  # queries meet keys in the keys' dtype, the answer comes back
+    attending = k * itemsize + 2 * q * kv_itemsize + max(answer, evidence, ranking, back)  # k and q turned, what q finds
+    mlp = C * (2 * c.dim + 3 * c.ffn_dim) * itemsize
     return max(projected + turning, projected + attending, mlp)
 
 

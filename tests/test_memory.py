@@ -121,7 +121,7 @@ def test_matrices_made_for_a_long_text_are_planned(form, dtype, features, monkey
 
 @pytest.mark.parametrize("chunk", [None, 300])
 @pytest.mark.parametrize("dtype, kv", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
-@pytest.mark.parametrize("name, dials", [("full", {}), ("window", {"budget": 256}), ("streaming_llm", {"budget": 256})])
+@pytest.mark.parametrize("name, dials", [("full", {}), ("window", {"budget": 256}), ("streaming_llm", {"budget": 256}), ("snapkv", {"budget": 256}), ("h2o", {"budget": 256})])
 def test_the_peak_of_a_prompt_is_the_planned_one(name, dials, dtype, kv, chunk):
     model = tiny(dim=192, n_heads=6, n_kv_heads=2, head_dim=32, ffn_dim=512).to(getattr(torch, dtype))
     policy, prompt = make(name, **dials), [5] * 1500

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from nanokv import bench
 from nanokv.options import UsageError, exit_code, leave
+from nanokv.process import sleep_while_waiting
 
 USAGE = "usage: python -m nanokv.bench NAME [options]     (NAME --help: what it measures, and its options)"
 
@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line -> exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads make a busy machine several times slower
+    sleep_while_waiting()
     return exit_code(lambda: run(argv))
 
 

@@ -21,6 +21,7 @@ from nanokv.bench import progress
 from nanokv.bench._output import add_outputs, check_outputs, figure, reported
 from nanokv.bench._policies import called, numbers
 from nanokv.options import Parser, positive, usage
+from nanokv.process import return_large_pieces
 
 SMALL = 256 << 20  # bytes of a row beside which the scatter counts
 
@@ -41,6 +42,7 @@ def rebase() -> int:
 
 def worker(args: argparse.Namespace) -> dict:
     """One measurement, in this process."""
+    return_large_pieces()  # as the command line does
     import torch
 
     from nanokv import Engine, load, make
