@@ -12,6 +12,7 @@ computed from positions says what may be read. K and V are never repeated per qu
 
 from collections.abc import Iterator
 
+from . import sweep
 from .later import F, Tensor, torch
 
 ROWS = 128  # query rows per fused call with a mask: bounds the mask, whatever the prompt's length
@@ -93,6 +94,8 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
     outside the mask gets probability 0 exactly (and its V must be finite).
     """
     H, _, S, _ = q.shape
+    if sweep.wanted_for_keys(q, k):
+        return watch_slots(q, k, v, mask, scale)[0]
     k, v = ((x[:, None] if x.dim() == 3 else x).expand(H, S, -1, -1) for x in (k, v))  # views: the G heads are rows
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask[:, :, None], scale=scale).transpose(1, 2)
 
@@ -101,7 +104,9 @@ def watch_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> 
     """As `attend_slots`, and how it came about: (answer, probabilities [H, G, S, N] in float32)."""
     H, G, S, D = q.shape
     unread = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[:, None].expand(-1, G, -1, -1)  # added: 0, or no weight at all
-    if k.dim() == 3:
+    if sweep.wanted_for_keys(q, k):
+        logits = sweep.products(q.view(H, G, D), k) * scale + unread[:, :, 0]
+    elif k.dim() == 3:
         logits = torch.baddbmm(unread.flatten(1, 2), q.reshape(H, G * S, D), k.mT, alpha=scale)
     else:
         logits = torch.addmm(unread.flatten(0, 2), q.reshape(H * G * S, D), k.mT, alpha=scale)

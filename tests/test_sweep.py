@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nanokv import sweep
+from nanokv.attention import attend_slots, watch_slots
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -26,5 +27,39 @@ def test_a_product_of_codes():
     assert apart(sweep.product(x, codes), F.linear(x, codes.float())) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_products_of_queries_and_keys(dtype):
+    torch.manual_seed(2)
+    q, k = torch.randn(2, 3, 16, dtype=dtype), torch.randn(2, 11, 16, dtype=dtype)
+    found = sweep.products(q, k)
+    assert found.dtype == torch.float32 and found.shape == (2, 3, 11)
+    assert apart(found, q.double() @ k.double().mT) < 1e-6
+
+
 def test_nothing_sweeps_outside_of_compiling():
     assert not sweep.wanted(torch.ones(1, 8))
+    assert not sweep.wanted_for_keys(torch.ones(2, 3, 1, 8).bfloat16(), torch.ones(2, 5, 8).bfloat16())
+
+
+@pytest.mark.parametrize("dtype, S, ragged, better", [
+    (torch.bfloat16, 1, False, True), (torch.float16, 1, False, True), (torch.float32, 1, False, False),
+    (torch.bfloat16, 2, False, False), (torch.bfloat16, 1, True, False),
+])  # fmt: skip
+def test_short_keys_that_meet_one_query_are_swept(monkeypatch, dtype, S, ragged, better):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k = torch.randn(2, 3, S, 8).to(dtype), torch.randn(2, 5, 8).to(dtype)
+    assert sweep.wanted_for_keys(q, k.view(-1, 8) if ragged else k) == better
+
+
+def test_logits_of_short_keys_are_not_rounded(monkeypatch):
+    """The answer and its probabilities, as the compiled step has them, against float64; the plain step's logits are bfloat16."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(*shape).bfloat16() for shape in ((2, 3, 1, 64), (2, 40, 64), (2, 40, 64)))
+    mask = torch.rand(2, 1, 40) < 0.7
+    logits = (q.double() * 0.5 @ k.double()[:, None].mT).masked_fill(~mask[:, None], -torch.inf)
+    right = logits.softmax(-1)
+    rounded = apart(watch_slots(q, k, v, mask, 0.5)[1], right)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    out, probs = watch_slots(q, k, v, mask, 0.5)
+    assert apart(probs, right) < 1e-6 < 1e-3 < rounded
+    assert torch.equal(attend_slots(q, k, v, mask, 0.5), out) and apart(out, right @ v.double()[:, None]) < 5e-3
