@@ -207,11 +207,25 @@ def test_peers_take_their_turns_and_are_fed_what_the_engines_are(tiny_speed, cap
     found = run(capsys, *"speed --lengths 20 --policies full --rounds 2 --prefill-rounds 1 --peers echo".split())
     answer, warm, prompt = echo.heard
     assert warm == prompt[: len(warm)] and warm
-    assert len(prompt) == 20 and answer == prompt + fed and len(fed) == 5
+    assert len(prompt) == 20 and answer == prompt + fed and len(fed) == 3 + 2 * 4  # to warm up; two rounds, turns of four
     assert [(r["measure"], r["policy"]) for r in found["rows"]] == [
         ("decode", "full"), ("decode", "echo"), ("prefill", "full"), ("prefill", "echo")]
     for ours, theirs in zip(found["rows"][::2], found["rows"][1::2]):
         assert ours["echo_over"] == pytest.approx(theirs["ms"] / ours["ms"]) and theirs["form"] is None
+
+
+@pytest.mark.parametrize("turn, done, seconds", [(1, "abab", 5.0), (2, "aabbaabb", 1.0)])
+def test_of_a_turn_the_first_step_is_not_timed(monkeypatch, turn, done, seconds):
+    """An action that takes 9 seconds after the other's turn and 1 after its own."""
+    clock, seen = [0.0], []
+
+    def action(name):
+        clock[0] += 1 if seen[-1:] == [name] else 9 if len(seen) > 1 else 1
+        seen.append(name)
+
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    median = speed.in_turn({name: lambda name=name: action(name) for name in "ab"}, 2, "steps", turn)
+    assert "".join(seen) == done and median == {"a": seconds, "b": seconds}
 
 
 def test_a_form_is_compared_with_the_peer_in_its_dtype(tiny_speed, capsys, monkeypatch):

@@ -3,11 +3,11 @@
 Each measurement is a fresh process: load the model, note what is resident, read a prompt and
 answer a few tokens, note the highest that was ever resident. Planned is what `--plan` says for
 everything beside the weights; measured is the rise. The prompt's keys and values of one layer, the
-budget and the residual stream are all that should be there.
+budget and the residual stream are all that should be there; on top come the buffers of the libraries.
 
-What a process keeps resident scatters, from one to the next of the same command, by ten megabytes and more (how
-malloc's heaps come to lie, and when a library first makes its buffers). Beside a large row that is little; a small
-one is measured `--repeat` times, and the median counts.
+As on the command line, malloc is told to return large pieces at once (process.py). What a process keeps resident still
+scatters by some megabytes from one to the next. Beside a large row that is little; a small one is measured `--repeat`
+times, and the median counts.
 """
 
 import argparse

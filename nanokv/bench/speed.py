@@ -2,8 +2,9 @@
 
 Decoding one token moves every weight and every live key and value through the processor once, and
 little else: time is bytes over bandwidth. So the floor is printed first. Then the engines take
-turns, one step (or one prompt) each, round after round: whatever else the machine does hits all
-alike, and the ratio of two medians is a number to trust where single times are not. The forms of the
+turns, some steps (or one prompt) each, round after round: whatever else the machine does hits all
+alike, and the ratio of two medians is a number to trust where single times are not. The first step of a turn (`--turn`)
+is not timed: it finds the caches full of another engine's data, as no second token of an answer does. The forms of the
 weights (`--forms float32,bfloat16,int8,int4`) and other engines (`--peers transformers,llama.cpp`, where they are
 installed) take their turns with them: NAME_over is that engine's time over the row's, at the same context and, where
 that can be chosen, in the same dtype.
@@ -30,15 +31,17 @@ from nanokv.reading import settle
 SPARE = 8  # steps that are not timed
 
 
-def in_turn(actions: Mapping[str, Callable[[], object]], rounds: int, what: str) -> dict[str, float]:
-    """Median seconds of each action, run in turn."""
+def in_turn(actions: Mapping[str, Callable[[], object]], rounds: int, what: str, turn: int = 1) -> dict[str, float]:
+    """Median seconds of each action, run in turn; several times in a row where a turn is longer, and the first of these does not count."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for i in range(rounds):
         progress(f"{what}: round {i + 1} of {rounds}")
         for name, action in actions.items():
-            start = time.perf_counter()
-            action()
-            times[name].append(time.perf_counter() - start)
+            for n in range(turn):
+                start = time.perf_counter()
+                action()
+                if n or turn == 1:
+                    times[name].append(time.perf_counter() - start)
     progress("")
     return {name: statistics.median(t) for name, t in times.items()}
 
@@ -111,7 +114,7 @@ def entrants(args: argparse.Namespace, models: Models) -> list[Cell]:
 
 def decode_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer], tokens: torch.Tensor, rate: float, context: int) -> list[dict]:
     """Milliseconds a token after `context` tokens, each policy in turn."""
-    every, new, rows = entrants(args, models), args.rounds + SPARE, []
+    every, new, rows = entrants(args, models), args.rounds * args.turn + SPARE, []
     prompt, rest = tokens[:context].tolist(), tokens[context:].tolist()
     progress(f"reading {context} tokens")
     for model in models.values():
@@ -121,7 +124,7 @@ def decode_rows(args: argparse.Namespace, models: Models, others: Sequence[Peer]
     actions = {cell.name: step(cell.engine, tokens) for cell in every if not cell.failed}
     actions |= {called(p.name, None, p.dtype): lambda p=p, coming=iter(rest): p.step(next(coming)) for p in others}
     in_turn(actions, 3, "warming up")
-    median = in_turn(actions, args.rounds, "decode")
+    median = in_turn(actions, args.rounds, "decode", args.turn)
     for cell in every:
         row = {"measure": "decode", **cell.place, "context": context}
         if cell.failed:
@@ -225,15 +228,16 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     p.add_argument("--lengths", metavar="N,N", help="time decoding after, and reading of, each of so many tokens")
     p.add_argument("--context", type=int, default=2048, help="without --lengths: tokens read before decoding is timed (0: not timed)")
     p.add_argument("--prefill", type=int, default=0, help="without --lengths: tokens of the prompt whose reading is timed (0: not timed)")
-    p.add_argument("--rounds", type=int, default=200, help="of decoding (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=50, help="of decoding (default: %(default)s)")
+    p.add_argument("--turn", type=int, default=4, help="steps of a turn, of which the first is not timed (1: single steps, timed; default: %(default)s)")
     p.add_argument("--prefill-rounds", type=int, default=3, help="(default: %(default)s)")
     p.add_argument("--compile", action="store_true", help="time every decode step compiled, too")
     p.add_argument("--kv-dtype", default="auto", help="of keys and values (default: the model's)")
     p.add_argument("--attention", type=int, default=0, help="tokens over which a layer's attention is timed (0: not timed)")
     p.add_argument("--peers", default="", metavar="NAME,NAME", help="transformers, llama.cpp: other engines in the same run, fed the same tokens")
-    args = parsed(p, argv, {"context": 512, "rounds": 20, "prefill_rounds": 1})
+    args = parsed(p, argv, {"context": 512, "rounds": 5, "prefill_rounds": 1})
     at_least(0, args, "context", "prefill", "attention")
-    at_least(1, args, "rounds", "prefill_rounds")
+    at_least(1, args, "rounds", "turn", "prefill_rounds")
     given = numbers("lengths", args.lengths) if args.lengths else None
     args.contexts, args.prefills = (given, given) if given else ([args.context], [args.prefill])
     args.peers = args.peers.split(",") if args.peers else []
@@ -249,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
     plain = {form: loaded(args, form, "cpu")[0] for form in args.forms}
     models = plain | {form + COMPILED: loaded(args, form, "cpu")[0] for form in args.forms if args.compile}
     torch.manual_seed(args.seed)
-    longest = max(args.contexts + args.prefills) + args.rounds + 64
+    longest = max(args.contexts + args.prefills) + args.rounds * args.turn + 64
     tokens = torch.randint(0, models[args.forms[0]].config.vocab_size, (longest,))
     others = peers(args.peers, args.model, list(dict.fromkeys(map(dtype_of, models.values()))), longest)
     rate = bandwidth()
