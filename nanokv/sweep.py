@@ -8,8 +8,7 @@ library's product: it is as fast, and it parts one layer's function from the nex
 would take the C++ compiler minutes.)
 """
 
-import torch
-from torch import Tensor
+from .later import Tensor, torch
 
 
 def wanted(x: Tensor) -> bool:
