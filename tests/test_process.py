@@ -1,4 +1,4 @@
-"""What a process of ours asks of the machine: each in a process of its own, for it cannot be taken back."""
+"""What a process of ours asks of the machine; of malloc in a process of its own, for that cannot be taken back."""
 
 import os
 import platform
@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+
+from nanokv.process import sleep_while_waiting
 
 HOLES = """
 import os, re
@@ -37,10 +39,8 @@ def test_large_pieces_go_back_although_a_later_one_stays(asked, set_by_hand, kep
 
 @pytest.mark.parametrize("given, found", [(None, "PASSIVE"), ("active", "active")])
 def test_threads_sleep_unless_the_environment_says_otherwise(monkeypatch, given, found):
-    from nanokv.process import sleep_while_waiting
-
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")  # so that it is as before in the end
+    if not given:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
     sleep_while_waiting()
     assert os.environ["OMP_WAIT_POLICY"] == found
