@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from .config import read_config
 from .gguf_file import GGUF
 from .headers import EMBED, Safetensors, own_dtype, read_config_of
-from .memory import BITS
+from .memory import BITS, weight_bytes
 from .model import ModelConfig, Transformer
+from .pages import Room
 from .quantize import Codes, bits_of, coded_places, put
 
 HEAD = "lm_head.weight"
@@ -105,9 +106,10 @@ def filled(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | t
             raise ValueError(f"tensor {name} has shape {list(weights.shapes[name])}, but the config makes it {list(expected)}")
         places[place].append((name, rows))
     coded = coded_places(model) if form in BITS else []
+    room = Room(weight_bytes(c, form, dtype.itemsize), 3 * len(ours), device)  # codes come with scales and zeros
     for place in ours:
         if place not in coded:
-            parameter = _empty(ours[place].shape, dtype, device)
+            parameter = _empty(room, ours[place].shape, dtype, device)
             for name, rows in places[place]:
                 parameter[rows].copy_(_value(weights, name))
             owner, _, kind = place.rpartition(".")
@@ -116,14 +118,14 @@ def filled(c: ModelConfig, weights: Weights, dtype: torch.dtype, device: str | t
         model.head.weight = model.embed.weight
     for place in coded:
         parts = [_codes(weights, name, place, form, device) for name, _ in places[place]]
-        put(model, place, Codes.stacked(parts), form, dtype)
+        put(model, place, Codes.stacked(parts), form, dtype, room.moved)
     return model.eval()
 
 
-def _empty(shape: torch.Size, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+def _empty(room: Room, shape: torch.Size, dtype: torch.dtype, device: str | torch.device) -> Tensor:
     """Memory for a parameter. A matrix in float32 is stored column by column, which a CPU multiplies by one row up to twice as fast."""
     columns = len(shape) == 2 and dtype == torch.float32 and torch.device(device).type == "cpu"
-    return torch.empty(shape[::-1], dtype=dtype, device=device).t() if columns else torch.empty(shape, dtype=dtype, device=device)
+    return room.empty(shape[::-1], dtype).t() if columns else room.empty(shape, dtype)
 
 
 def _codes(weights: Weights, name: str, place: str, form: str, device: str | torch.device) -> Codes:
@@ -131,7 +133,7 @@ def _codes(weights: Weights, name: str, place: str, form: str, device: str | tor
     bits = bits_of(place, form)
     own = weights.codes(name) if bits == 4 and isinstance(weights, GGUF) else None
     codes = own or Codes.of(_value(weights, name), bits)
-    return Codes(*(x if x is None else x.to(device) for x in codes))
+    return codes.map(lambda x: x.to(device))
 
 
 def _value(weights: Weights, name: str) -> Tensor:

@@ -121,4 +121,6 @@ def threads(n: int) -> Iterator[None]:
 def by_rows(model: nn.Module) -> None:
     """Store every matrix row by row, as a compiled step sweeps over it; the plain one prefers float32 by columns."""
     for p in model.parameters():
-        p.data = p.data.contiguous()
+        if not p.is_contiguous():
+            rows = p.data.contiguous()
+            p.data = p.data.t().view(p.shape).copy_(rows)  # where it is: in large pages

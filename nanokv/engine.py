@@ -18,6 +18,7 @@ from torch import Tensor
 from .attention import attend_slots, watch_slots
 from .compiled import Compiled, by_rows
 from .model import ROWS, Attend, Transformer
+from .pages import Room
 from .policy import Policy, victims
 from .reading import Memory, Reading, settle
 from .rope import angles, frequencies, turn
@@ -109,9 +110,10 @@ class Engine(Memory):
             return
         self.slots, self._rows, slots = [], [], []  # let the old memory go before the new is taken
         H, G, D = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
+        room = Room(2 * H * D * sum(rows) * self.like.itemsize, 2 * len(rows), self.like.device)
         for layer, n in enumerate(rows):
             width = p.width(n, H)
-            kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer, p.heads == "adaptive")
+            kv = Slots.empty(n, H, D, self.like, width, p.marks(G), p.state(H, G, width, D), layer, p.heads == "adaptive", room)
             kv.model, kv.freqs, kv.scale = c.name, self.freqs, self.scale
             p.begin(kv)
             slots.append(kv)

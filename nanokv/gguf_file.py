@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .files import brief, refuse_pointer, typed
 from .later import Tensor, torch
+from .pages import Room
 
 if TYPE_CHECKING:
     from .quantize import Codes
@@ -84,14 +85,13 @@ class GGUF:
 
         shape, (kind, block, block_bytes), start, size = self._tensors[name]
         raw = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=start)
-        plain = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
-        if plain:
+        if plain := {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind):
             return self._unpermuted(name, raw.view(plain).view(shape))
-        values, n = torch.empty(shape), max(PIECE // block, 1)
+        values = Room(4 * math.prod(shape), 1).empty(shape, torch.float32)  # alone: in the heap it would leave a hole
+        pieces = (x.split(max(PIECE // block, 1)) for x in (values.view(-1, block), raw.view(-1, block_bytes)))
         try:
-            for out, piece in zip(values.view(-1, block).split(n), raw.view(-1, block_bytes).split(n)):
-                numbers = dequantize(piece.reshape(1, -1).numpy(), GGMLQuantizationType[kind])
-                out.copy_(torch.from_numpy(numbers).view(-1, block))
+            for to, piece in zip(*pieces):
+                to.copy_(torch.from_numpy(dequantize(piece.reshape(1, -1).numpy(), GGMLQuantizationType[kind])).view(-1, block))
         except (NotImplementedError, KeyError) as error:
             raise ValueError(f"tensor {name} is stored as {kind}, which is not supported") from error
         return self._unpermuted(name, values)

@@ -9,7 +9,7 @@ dominates, through dense weights that are made for one matrix at a time.
 A GGUF's own codes of 4 bits (Q4_0, Q4_1) go in unchanged, their scales as bfloat16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -24,6 +24,14 @@ from .shape import FEW
 
 BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
 SHORT = torch.bfloat16  # of scales, and of activations in the kernels, which are slow in any other dtype
+
+
+Keep = Callable[[Tensor], Tensor]  # a tensor -> the same, where it is to stay
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """x."""
+    return x
 
 
 class Codes(NamedTuple):
@@ -47,6 +55,10 @@ class Codes(NamedTuple):
         codes = ((w - zero) / scale).round().clamp(-8, 7).to(torch.int8)
         return cls(codes.flatten(1), scale.squeeze(2).to(SHORT), zero.squeeze(2).to(SHORT))
 
+    def map(self, f: Keep) -> "Codes":
+        """f of every tensor."""
+        return Codes(*(None if x is None else f(x) for x in self))
+
     @classmethod
     def stacked(cls, parts: Sequence["Codes"]) -> "Codes":
         """Matrices of one width, one above the other."""
@@ -66,6 +78,11 @@ class Coded(nn.Module):
         super().__init__()
         self.codes, self.scale, self.zero = (nn.Buffer(x) if x is not None else None for x in matrix)
         self.bias = bias if bias is None else nn.Buffer(bias)
+
+    @staticmethod
+    def stored(matrix: Codes) -> Codes:
+        """A matrix as this kind of layer stores it."""
+        return matrix
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weights [N, K]."""
@@ -97,9 +114,10 @@ class Int8(Coded):
 class Int4(Coded):
     """4 bits, through torch's kernel: `codes` uint8 [N, K / 2] as it packs them, `scale` [K / GROUP, N, 2] with the zeros."""
 
-    def __init__(self, matrix: Codes, bias: Tensor | None = None):
+    @staticmethod
+    def stored(matrix: Codes) -> Codes:
         both = torch.stack((matrix.scale, matrix.zero), -1).to(SHORT).transpose(0, 1).contiguous()
-        super().__init__(Codes(_packed(matrix.codes + 8), both), bias)
+        return Codes(_packed(matrix.codes + 8), both)
 
     def few(self, x: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(SHORT), self.codes, GROUP, self.scale).to(x.dtype)
@@ -122,13 +140,12 @@ class Embedding(nn.Module):
         return Codes(self.codes[tokens], self.scale[tokens]).rows(self.dtype)
 
 
-def linear(matrix: Codes, bits: int, bias: Tensor | None = None) -> nn.Module:
+def linear(matrix: Codes, bits: int, bias: Tensor | None = None, keep: Keep = as_it_is) -> nn.Module:
     """The fastest layer that can hold these codes."""
     (N, K), groups = matrix.codes.shape, matrix.scale.shape[1]
-    if matrix.codes.device.type == "cpu" and bits == 8:
-        return Int8(matrix, bias)
     whole = N % BLOCK == 0 and groups * GROUP == K
-    return (Int4 if matrix.codes.device.type == "cpu" and whole else Coded)(matrix, bias)
+    kind = Coded if matrix.codes.device.type != "cpu" else Int8 if bits == 8 else Int4 if whole else Coded
+    return kind(kind.stored(matrix).map(keep), bias)
 
 
 def _packed(codes: Tensor) -> Tensor:
@@ -163,14 +180,15 @@ def bits_of(place: str, form: str) -> int:
     return 8 if place in ("embed.weight", "head.weight") else BITS[form]
 
 
-def put(model: nn.Module, place: str, matrix: Codes, form: str, dtype: torch.dtype) -> None:
-    """Let a layer of codes stand where a linear layer or the embedding stood; a tied head gets the embedding's codes."""
+def put(model: nn.Module, place: str, matrix: Codes, form: str, dtype: torch.dtype, keep: Keep = as_it_is) -> None:
+    """Let a layer of codes stand where a linear layer or the embedding stood; a tied head gets the embedding's codes. keep: where its tensors are to be."""
     name = place.removesuffix(".weight")
     owner, _, own = name.rpartition(".")
     if name == "embed":
+        matrix = matrix.map(keep)
         model.embed = Embedding(matrix, dtype)
         if model.config.tied:
             model.head = linear(matrix, 8)
     else:
         bias = model.get_submodule(name).bias
-        setattr(model.get_submodule(owner), own, linear(matrix, bits_of(place, form), bias))
+        setattr(model.get_submodule(owner), own, linear(matrix, bits_of(place, form), bias, keep))

@@ -12,8 +12,12 @@ not own stays EMPTY for ever. N never changes, so neither does the graph that de
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from .later import Tensor, torch
+
+if TYPE_CHECKING:
+    from .pages import Room
 
 EMPTY = -1
 
@@ -58,9 +62,10 @@ class Slots:
 
     @classmethod
     def empty(cls, rows: int, H: int, D: int, like: Tensor, width: int = 0, marks: Shapes | None = None,
-              state: Shapes | None = None, layer: int = 0, flat: bool = False) -> "Slots":
-        """Memory for `rows` tokens per head, on `like`'s device and in its dtype. flat: shares may come to differ."""
-        k, v = like.new_zeros(H * rows, D), like.new_zeros(H * rows, D)
+              state: Shapes | None = None, layer: int = 0, flat: bool = False, room: "Room | None" = None) -> "Slots":
+        """Memory for `rows` tokens per head, on `like`'s device and in its dtype. flat: shares may come to differ. room: where the pools are to be."""
+        shape = H * rows, D
+        k, v = ((room.empty(shape, like.dtype) if room else like.new_empty(shape)).zero_() for _ in range(2))
         kv = cls([rows] * H, k, v, max(width, rows), marks or {}, layer, flat or width > rows)
         kv.state = {n: torch.zeros(s, dtype=getattr(torch, t) if t else like.dtype, device=like.device) for n, (s, t) in (state or {}).items()}
         return kv
@@ -167,8 +172,8 @@ class Slots:
         self.pos.view(-1).index_copy_(0, entry, time.int().expand(H, S).reshape(-1))
         for mark in self.marks.values():
             mark.flatten(0, 1).index_fill_(0, entry, 0)
-        self.cursor += S
-        self.now += S
+        self.cursor.add_(S)  # += would also bind the name anew, and a compiled step would do that for every layer
+        self.now.add_(S)
         return slots
 
     def mask(self, pos: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ def wanted(x: Tensor) -> bool:
 
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K], one row, times w [N, K] stored row by row -> [..., N] in float32."""
-    x = x.as_strided(x.shape, x.stride())  # a tensor that is there: else what made it would be computed anew for every row of w
-    return (w.float() * x.float().view(-1)).sum(-1).view(*x.shape[:-1], -1)
+    x = _there(x)
+    return (w.float() * x.view(-1)).sum(-1).view(*x.shape[:-1], -1)
 
 
 def wanted_for_keys(q: Tensor, k: Tensor) -> bool:
@@ -32,5 +32,10 @@ def wanted_for_keys(q: Tensor, k: Tensor) -> bool:
 
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Every row of q [H, G, D] times every row of k [H, N, D] -> [H, G, N] in float32, whatever theirs is."""
-    q = q.as_strided(q.shape, q.stride())
-    return (q.float()[:, :, None] * k.float()[:, None]).sum(-1)
+    return (_there(q)[:, :, None] * k.float()[:, None]).sum(-1)
+
+
+def _there(x: Tensor) -> Tensor:
+    """x in float32, as a tensor that is there: else what made it, or at least the conversion, would be done anew for every row it meets."""
+    x = x.float()
+    return x.as_strided(x.shape, x.stride())

@@ -26,6 +26,7 @@ from nanokv.bench._policies import at_least, called, kv_held, loaded, numbers, p
 from nanokv.engine import Engine
 from nanokv.model import Transformer
 from nanokv.options import usage
+from nanokv.pages import Room
 from nanokv.reading import settle
 
 SPARE = 8  # steps that are not timed
@@ -47,8 +48,8 @@ def in_turn(actions: Mapping[str, Callable[[], object]], rounds: int, what: str,
 
 
 def bandwidth(rounds: int = 5) -> float:
-    """Bytes per second that this machine reads from memory: a sum over 512 MiB, best of some rounds."""
-    x = torch.ones(1 << 27)
+    """Bytes per second that this machine reads from memory: a sum over 512 MiB in large pages, as weights are; best of some rounds."""
+    x = Room(1 << 29, 1).empty((1 << 27,), torch.float32).fill_(1)
     best = min(in_turn({str(i): x.sum for i in range(rounds)}, 2, "bandwidth").values())
     return x.numel() * x.element_size() / best
 
