@@ -8,6 +8,7 @@ attention to the next one's. On CUDA the whole step is replayed as one CUDA grap
 torch keeps on disk what it compiled, so a second run with the same model and budget waits for a fraction of the time.
 """
 
+import gc
 import inspect
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -20,29 +21,35 @@ from torch import Tensor, nn
 
 from .slots import Slots
 
+Step = Callable[[Tensor], Tensor]
 # The checks of sizes between two kernels take longer than some kernels, and sizes are fixed. A wrapper in C++ calls
 # them in less time than one in Python.
 CPU = {"size_asserts": False, "cpp_wrapper": True}
 ALONE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # not in torch 2.6
-GUARDLESS = ALONE and hasattr(torch.compiler, "skip_all_guards_unsafe")
 TRIALS, TRIED = 12, 2.0  # steps that are timed on one thread and on all; seconds after which fewer must do
 
 
 class Compiled:
-    """A decode step, tokens [S] -> logits [vocab], compiled for one token; several take the plain path. So is making room for one.
+    """A decode step, token [1] -> logits [vocab], as a graph; and room for it in every layer (`evict`), as another one.
 
     `seconds` is what compiling took so far; `threads` is how many a step runs on.
     """
 
-    def __init__(self, step: Callable[[Tensor], Tensor], evict: Callable[[], None] | None, device: torch.device):
-        self.plain, self._make_room, self._cuda = step, evict, device.type == "cuda"
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
         self.seconds, self.threads = 0.0, torch.get_num_threads()
-        self.evict = self._evict if evict else None
+        self.release()
 
-    def prepare(self, memory: Sequence[Slots]) -> None:
+    def release(self) -> None:
+        """Let go of the memory that was compiled for."""
+        self._graph = self._room = None
+        self.evicts = False
+
+    def prepare(self, memory: Sequence[Slots], step: Step, evict: Callable[[], None] | None) -> None:
         """Compile for this memory, by steps into it while it is empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
         start = perf_counter()
-        self._graph, self._room = (f and self._compiled(f) for f in (self.plain, self._make_room))
+        make = _replayed if self._cuda else Recorded
+        self._graph, self._room, self.evicts = make(step), evict and make(evict), evict is not None
         self.threads = torch.get_num_threads()
         if self._cuda:  # memory that never moves may stay where it is: no copy into the CUDA graph's own
             for kv in memory:
@@ -57,27 +64,15 @@ class Compiled:
             raise RuntimeError(f"the decode step could not be compiled ({said}); a C++ compiler must be there, or leave out --compile") from error
         self.seconds += perf_counter() - start
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        if len(tokens) > 1:
-            return self.plain(tokens)
+    def __call__(self, token: Tensor) -> Tensor:
         with threads(self.threads):
-            logits = self._graph(tokens)
+            logits = self._graph(token)
         return logits.clone() if self._cuda else logits  # the CUDA graph's own answer is overwritten by its next one
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         """Make room for one token in every layer."""
         with threads(self.threads):
             self._room()
-
-    def _compiled(self, f: Callable) -> Callable:
-        """f as one graph, made for this memory: it meets no other, so no step need ask whether it still fits."""
-        if self._cuda:
-            how: dict[str, Any] = {"mode": "reduce-overhead"}
-        else:
-            how = {"options": CPU | ({"guard_filter_fn": torch.compiler.skip_all_guards_unsafe} if GUARDLESS else {})}
-        how |= {"isolate_recompiles": True} if ALONE else {}  # else the engines of a process share a list of graphs
-        # dynamic=False: a fixed shape, not one among many
-        return torch.compile(f, fullgraph=True, dynamic=False, **how)
 
     def _try(self, memory: Sequence[Slots]) -> float:
         """A step into the first slot of each layer, and room for the next one -> seconds."""
@@ -85,7 +80,7 @@ class Compiled:
             kv.cursor.zero_()
         token, start = torch.zeros(1, dtype=torch.long, device=memory[0].k.device), perf_counter()
         self(token)
-        if self.evict:
+        if self.evicts:
             self.evict()
         return perf_counter() - start
 
@@ -102,6 +97,60 @@ class Compiled:
             for self.threads, times in seconds.items():
                 times.append(self._try(memory))
         return min(seconds, key=lambda n: statistics.median(seconds[n]))
+
+
+def _compiled(f: Callable, **how: Any) -> Callable:
+    """f as one graph of fixed shapes, which other engines of this process do not share."""
+    how |= {"isolate_recompiles": True} if ALONE else {}
+    return torch.compile(f, fullgraph=True, dynamic=False, **how)
+
+
+def _replayed(f: Callable) -> Callable:
+    """f for CUDA, where a graph that was once recorded is replayed."""
+    return _compiled(f, mode="reduce-overhead")
+
+
+class Recorded:
+    """f, compiled for a CPU at its first call. What that met, its weights and its memory, the next ones meet again, but for what they are given.
+
+    So nothing is looked up and no guard is asked: that would take a twentieth of a step, for several hundred tensors. And f
+    is let go, that an engine may not hold itself through its step.
+    """
+
+    def __init__(self, f: Callable):
+        self._f: Callable | None = f
+        self._run: Callable | None = None
+
+    def __call__(self, *given: Tensor) -> Tensor | None:
+        if self._run is None:
+            return self._compile(given)
+        for i, x in zip(self._places, given):
+            self._met[i] = x
+        answers = self._run(*self._met)
+        return answers[0] if answers else None
+
+    def _compile(self, given: Sequence[Tensor]) -> Tensor | None:
+        from torch._inductor.compile_fx import compile_fx  # not before: importing it takes a second
+
+        seen: list = []
+
+        def backend(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable:
+            assert len(graph.graph.output_node().args[0]) <= 1, "a step must write into tensors, not bind names anew"
+            run = compile_fx(graph, example, config_patches=CPU)
+
+            def first(*met: Tensor) -> Sequence[Tensor]:
+                seen[:] = run, *met
+                return run(*met)
+
+            return first
+
+        answer = _compiled(self._f, backend=backend)(*given)
+        self._run, *self._met = seen
+        self._places = [next(i for i, met in enumerate(self._met) if met is x) for x in given]
+        self._f = None
+        seen.clear()  # torch remembers its backends
+        gc.collect()  # and what it traced refers to itself, and to the memory
+        return answer
 
 
 @contextmanager

@@ -77,9 +77,7 @@ class Engine(Memory):
         self.stats = Stats()
         self._rows: list[int] = []
         self._torn = False  # was a step interrupted between its first layer and its last?
-        # who evicts seldom need not do it fast, and who chooses what to read may forget nothing at all
-        often = policy.budget is not None and policy.interval == 1 and type(policy).read is Policy.read
-        self._compiled = Compiled(self._forward, self._evict if often else None, self.like.device) if compile else None
+        self._compiled = Compiled(self.like.device) if compile else None
         if compile and self.like.device.type == "cpu":
             by_rows(model)
 
@@ -109,6 +107,8 @@ class Engine(Memory):
                 p.begin(kv)
             return
         self.slots, self._rows, slots = [], [], []  # let the old memory go before the new is taken
+        if self._compiled:
+            self._compiled.release()
         H, G, D = c.n_kv_heads, c.n_heads // c.n_kv_heads, c.head_dim
         room = Room(2 * H * D * sum(rows) * self.like.itemsize, 2 * len(rows), self.like.device)
         for layer, n in enumerate(rows):
@@ -119,8 +119,10 @@ class Engine(Memory):
             slots.append(kv)
         self.slots, self._rows = slots, rows
         if self._compiled:  # now, while the memory is empty: so the first step that counts is as fast as the next
+            # who evicts seldom need not do it fast, and who chooses what to read may forget nothing at all
+            often = p.budget is not None and p.interval == 1 and type(p).read is Policy.read
             with torch.no_grad():
-                self._compiled.prepare(slots)
+                self._compiled.prepare(slots, self._forward, self._evict if often else None)
             self.reset(prompt_len, max_new)
 
     # ---- reading a text ----
@@ -208,7 +210,7 @@ class Engine(Memory):
         if not tight:
             return
         assert all(kv.room == 0 for kv in tight), "tokens must come in steps that divide the interval"
-        if self._compiled and self._compiled.evict and len(tight) == len(self.slots):
+        if self._compiled and self._compiled.evicts and len(tight) == len(self.slots):
             self._compiled.evict()
             for kv in tight:
                 kv.room = policy.interval
@@ -224,7 +226,7 @@ class Engine(Memory):
 
     def _step(self, tokens: Tensor) -> Tensor:
         # a method, not an attribute: an engine that refers to itself would keep its memory until Python looks for cycles
-        return (self._compiled or self._forward)(tokens)
+        return (self._compiled if self._compiled and len(tokens) == 1 else self._forward)(tokens)
 
     def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""

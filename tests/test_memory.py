@@ -15,6 +15,7 @@ from nanokv.memory import ITEMSIZE, bookkeeping_bytes, kv_bytes, plan_prefill, p
 from nanokv.model import ModelConfig
 from nanokv.policy import make
 from nanokv.quantize import Codes, bits_of, coded_places, put
+from nanokv.slots import Slots
 
 GIB = 2**30
 
@@ -62,21 +63,37 @@ def test_the_formula_gives_the_figures_people_quote(c, tokens, itemsize, expecte
     assert kv_bytes(c, tokens, itemsize) == expected
 
 
+def pools_of(engine):
+    """References to the engine's pools that do not keep them."""
+    return [weakref.ref(x.untyped_storage()) for kv in engine.slots for x in (kv.k, kv.v)]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name, splits", variants())
-def test_an_engine_that_is_dropped_gives_its_memory_back_at_once(name, splits):
+def test_an_engine_that_is_dropped_gives_its_memory_back_at_once(name, splits, compiled):
     """Not when Python next looks for cycles: who opens a second engine would hold two memories till then."""
     gc.collect()
     gc.disable()
     try:
-        engine = Engine(tiny(), small(name, 12, **splits), chunk=8)
+        engine = Engine(tiny(n_layers=1 if compiled else 3), small(name, 12, **splits), chunk=8, compile=compiled)
         for _ in engine.generate(range(30), 4):
             pass
-        pools = [weakref.ref(kv.k.untyped_storage()) for kv in engine.slots]
+        pools = pools_of(engine)
         assert all(pool() is not None for pool in pools)
         del engine, _
         assert all(pool() is None for pool in pools)
     finally:
         gc.enable()
+
+
+def test_the_old_memory_goes_before_a_compiled_engine_takes_another(monkeypatch):
+    engine = Engine(tiny(n_layers=1), make("full"), compile=True)
+    engine.reset(8, 8)
+    pools, empty = pools_of(engine), Slots.empty
+    monkeypatch.setattr(Slots, "empty", lambda *a, **k: (gone.append([pool() for pool in pools]), empty(*a, **k))[1])
+    gone = []
+    engine.reset(9, 9)
+    assert gone == [[None, None]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
