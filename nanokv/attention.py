@@ -94,7 +94,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
     outside the mask gets probability 0 exactly (and its V must be finite).
     """
     H, _, S, _ = q.shape
-    if sweep.wanted_for_keys(q, k):
+    if sweep.wanted_for_slots(q, k):
         return watch_slots(q, k, v, mask, scale)[0]
     k, v = ((x[:, None] if x.dim() == 3 else x).expand(H, S, -1, -1) for x in (k, v))  # views: the G heads are rows
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask[:, :, None], scale=scale).transpose(1, 2)
@@ -103,10 +103,12 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) ->
 def watch_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """As `attend_slots`, and how it came about: (answer, probabilities [H, G, S, N] in float32)."""
     H, G, S, D = q.shape
+    if sweep.wanted_for_slots(q, k):
+        logits = sweep.products(q.view(H, G, D), k) * scale + torch.where(mask, 0.0, -torch.inf)
+        probs = logits.softmax(-1)
+        return sweep.weighted(probs, v).to(v.dtype).view(H, G, S, D), probs.view(H, G, S, -1)
     unread = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[:, None].expand(-1, G, -1, -1)  # added: 0, or no weight at all
-    if sweep.wanted_for_keys(q, k):
-        logits = sweep.products(q.view(H, G, D), k) * scale + unread[:, :, 0]
-    elif k.dim() == 3:
+    if k.dim() == 3:
         logits = torch.baddbmm(unread.flatten(1, 2), q.reshape(H, G * S, D), k.mT, alpha=scale)
     else:
         logits = torch.addmm(unread.flatten(0, 2), q.reshape(H * G * S, D), k.mT, alpha=scale)

@@ -1,9 +1,9 @@
 """The decode step as one compiled graph.
 
 The insight: a hard budget is a fixed shape. Slots never move, `now` and `cursor` are tensors, and who goes is
-decided before the step: nothing in it asks the host, so torch.compile sees one full graph. On a CPU it turns everything
-but attention, the products of one row by a matrix too (sweep.py), into plain loops, one function from one layer's
-attention to the next one's. On CUDA the whole step is replayed as one CUDA graph.
+decided before the step: nothing in it asks the host, so torch.compile sees one full graph. On a CPU it turns everything,
+products and attention too (sweep.py), into plain loops, one function from one layer's attention to the next one's,
+which are then called with the tensors that they were compiled for. On CUDA the step is replayed as one CUDA graph.
 
 torch keeps on disk what it compiled, so a second run with the same model and budget waits for a fraction of the time.
 """
@@ -11,6 +11,7 @@ torch keeps on disk what it compiled, so a second run with the same model and bu
 import gc
 import inspect
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -144,7 +145,9 @@ class Recorded:
 
             return first
 
-        answer = _compiled(self._f, backend=backend)(*given)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*complex operators")  # there are none, see sweep.parted
+            answer = _compiled(self._f, backend=backend)(*given)
         self._run, *self._met = seen
         self._places = [next(i for i, met in enumerate(self._met) if met is x) for x in given]
         self._f = None

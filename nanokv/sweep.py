@@ -3,12 +3,12 @@
 The insight: a library's products are made for many rows, of which each reads again what another has brought near. One
 token is one row: a matrix passes through the processor once, from front to back, and that is all. Said as a
 multiplication and a sum, this is what the compiler makes of it: one loop over memory, which joins the loops before and
-after it in one function. So do the products of a query and short keys. (Values weighted by probabilities stay a
-library's product: it is as fast, and it parts one layer's function from the next one's. A whole step as one function
-would take the C++ compiler minutes.)
+after it in one function. So are a query's products with all keys, and the sum of all values that their probabilities weight.
 """
 
 from .later import Tensor, torch
+
+RUN = 128  # slots whose values are added up at a time: they are read for one part of D after the other, and should stay near
 
 
 def wanted(x: Tensor) -> bool:
@@ -22,17 +22,40 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     return (w.float() * x.view(-1)).sum(-1).view(*x.shape[:-1], -1)
 
 
-def wanted_for_keys(q: Tensor, k: Tensor) -> bool:
-    """Are the products of queries q [H, G, S, D] and keys k [H, N, D] to be sums? Where bfloat16 or float16 keys meet one query each.
-
-    torch's fused attention reads such slots half as fast as these loops do (float32 ones as fast).
-    """
-    return torch.compiler.is_compiling() and q.shape[2] == 1 and k.dim() == 3 and k.dtype.itemsize < 4 and k.device.type == "cpu"
+def wanted_for_slots(q: Tensor, k: Tensor) -> bool:
+    """Is what queries q [H, G, S, D] find among keys k [H, N, D] to be sums? Where a compiled step on a CPU has one query each."""
+    return torch.compiler.is_compiling() and q.shape[2] == 1 and k.dim() == 3 and k.device.type == "cpu"
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Every row of q [H, G, D] times every row of k [H, N, D] -> [H, G, N] in float32, whatever theirs is."""
-    return (_there(q)[:, :, None] * k.float()[:, None]).sum(-1)
+    q, k = _there(q), k.float()
+    return torch.stack([(x[:, None] * k).sum(-1) for x in q.unbind(1)], 1)  # one loop: a key is read once for all G queries
+
+
+def weighted(probs: Tensor, v: Tensor) -> Tensor:
+    """The rows of v [H, N, D] weighted by probs [H, G, N] and summed -> [H, G, D] in float32."""
+    N = v.shape[1]
+    whole = N - N % RUN
+    sums = [_weighted(probs[..., whole:], v[:, whole:])] if N % RUN else []
+    if whole:  # every run by itself, then their sums
+        sums.append(_there(_weighted(probs[..., :whole].unflatten(2, (-1, RUN)), v[:, :whole].unflatten(1, (-1, RUN)))).sum(2))
+    return parted(sum(sums))
+
+
+def _weighted(probs: Tensor, v: Tensor) -> Tensor:
+    """probs [H, G, ..., N] and v [H, ..., N, D] -> [H, G, ..., D]; a value is read once for all G queries."""
+    v = v.float()
+    return torch.stack([(p[..., None] * v).sum(-2) for p in probs.unbind(1)], 1)
+
+
+def parted(x: Tensor) -> Tensor:
+    """x [..., D], D even, in float32: what is computed of it will be another C++ function than what made it.
+
+    The compiler writes no loops for complex numbers, so it ends a function where a tensor is looked at as such. Nothing is
+    moved or computed for it.
+    """
+    return torch.view_as_real(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))).view(x.shape)
 
 
 def _there(x: Tensor) -> Tensor:
