@@ -102,8 +102,9 @@ class Compiled:
 
 def _compiled(f: Callable, **how: Any) -> Callable:
     """f as one graph of fixed shapes, which other engines of this process do not share."""
-    how |= {"isolate_recompiles": True} if ALONE else {}
-    return torch.compile(f, fullgraph=True, dynamic=False, **how)
+    if not ALONE:
+        torch._dynamo.reset()  # what was compiled before stays with those who have it
+    return torch.compile(f, fullgraph=True, dynamic=False, **how, **({"isolate_recompiles": True} if ALONE else {}))
 
 
 def _replayed(f: Callable) -> Callable:
