@@ -29,7 +29,7 @@ def wanted_for_slots(q: Tensor, k: Tensor) -> bool:
 
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Every row of q [H, G, D] times every row of k [H, N, D] -> [H, G, N] in float32, whatever theirs is."""
-    q, k = _there(q), k.float()
+    q, k = parted(q.float()), k.float()  # not _there: who chooses what to read may have q laid out in another order
     return torch.stack([(x[:, None] * k).sum(-1) for x in q.unbind(1)], 1)  # one loop: a key is read once for all G queries
 
 

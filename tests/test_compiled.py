@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import MODES, small, tiny
 
-from nanokv import compiled
+from nanokv import compiled, sweep
 from nanokv.compiled import Compiled, threads
 from nanokv.engine import Engine
 from nanokv.policy import REGISTRY
@@ -35,6 +35,16 @@ def test_a_compiled_step_is_the_step():
     for _ in range(40):
         compiled.decode([7])
     assert compiled.compile_s == before and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("name", ["full", "window", "h2o"])
+def test_a_compiled_step_over_several_runs_of_slots_is_the_step(name):
+    policy = REGISTRY[name](**{} if name == "full" else {"budget": 2 * sweep.RUN + 5})
+    side_by_side(policy, tiny(n_layers=2), prompt=2 * sweep.RUN, steps=20)
+
+
+def test_a_compiled_step_that_chooses_what_to_read_is_the_step():
+    side_by_side(small("quest"), tiny(n_layers=2))  # what it does with the queries decides how they are laid out
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
