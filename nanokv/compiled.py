@@ -44,13 +44,17 @@ class Compiled:
     def release(self) -> None:
         """Let go of the memory that was compiled for."""
         self._graph = self._room = None
-        self.evicts = False
+
+    @property
+    def evicts(self) -> bool:
+        """Is `evict` to be had? Not of every engine's step."""
+        return self._room is not None
 
     def prepare(self, memory: Sequence[Slots], step: Step, evict: Callable[[], None] | None) -> None:
         """Compile for this memory, by steps into it while it is empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
         start = perf_counter()
         make = _replayed if self._cuda else Recorded
-        self._graph, self._room, self.evicts = make(step), evict and make(evict), evict is not None
+        self._graph, self._room = make(step), evict and make(evict)
         self.threads = torch.get_num_threads()
         if self._cuda:  # memory that never moves may stay where it is: no copy into the CUDA graph's own
             for kv in memory:

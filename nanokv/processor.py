@@ -24,6 +24,12 @@ def multiplies(dtype: str) -> bool:
     return dtype not in INSTRUCTIONS or bool(INSTRUCTIONS[dtype] & features())
 
 
+def widens_bytes() -> bool:
+    """Does a loop that torch.compile writes make numbers of bytes as fast as it reads them? Where vectors are shorter than
+    those of AVX-512, each few bytes take a detour through memory, and a library's product is five times as fast."""
+    return "avx512bw" in features()
+
+
 def arithmetic(dtype: str, device: str) -> str:
     """What matrices are multiplied in where a long text passes them, by name: their own dtype, or float32 for want of instructions."""
     return dtype if not device.startswith("cpu") or multiplies(dtype) else "float32"

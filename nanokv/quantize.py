@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import sweep
 from .memory import BITS, GROUP
 from .model import wide
+from .processor import widens_bytes
 from .shape import FEW
 
 BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
@@ -103,10 +104,14 @@ class Coded(nn.Module):
 
 
 class Int8(Coded):
-    """8 bits and a scale per row, through torch's kernel."""
+    """8 bits and a scale per row, through torch's kernel, or swept in a compiled step."""
+
+    def __init__(self, matrix: Codes, bias: Tensor | None = None):
+        super().__init__(matrix, bias)
+        self.sweeps = widens_bytes()  # asked now: a step that is being compiled can ask nobody
 
     def few(self, x: Tensor) -> Tensor:
-        if sweep.wanted(x):
+        if self.sweeps and sweep.wanted(x):
             return (sweep.product(x, self.codes) * self.scale.view(-1).float()).to(x.dtype)
         return torch.ops.aten._weight_int8pack_mm(x.to(SHORT), self.codes, self.scale.view(-1)).to(x.dtype)
 

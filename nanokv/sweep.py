@@ -8,6 +8,7 @@ after it in one function. So are a query's products with all keys, and the sum o
 
 from .later import Tensor, torch
 
+STREAMS = 4  # places of a matrix that one loop reads at once: sums that need not wait for each other, and more of memory on its way
 RUN = 128  # slots whose values are added up at a time: they are read for one part of D after the other, and should stay near
 
 
@@ -18,8 +19,9 @@ def wanted(x: Tensor) -> bool:
 
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K], one row, times w [N, K] stored row by row -> [..., N] in float32."""
-    x = _there(x)
-    return (w.float() * x.view(-1)).sum(-1).view(*x.shape[:-1], -1)
+    x, N = _there(x), len(w)
+    parts = w.view(STREAMS if N % STREAMS == 0 else 1, -1, w.shape[1])
+    return torch.cat([(part.float() * x.view(-1)).sum(-1) for part in parts.unbind(0)]).view(*x.shape[:-1], N)  # one loop
 
 
 def wanted_for_slots(q: Tensor, k: Tensor) -> bool:

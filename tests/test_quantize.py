@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanokv import quantize
+from nanokv import processor, quantize, sweep
 from nanokv.checkpoint import filled, name_table
 from nanokv.config import read_config
 from nanokv.headers import Safetensors, read_config_of
@@ -71,6 +71,16 @@ def test_the_kernels_agree_with_the_plain_layer(kind, N, K, short, close, monkey
         assert off(fast(x), want) < (close if rows <= FEW else 1e-5), "a long text is multiplied in its own dtype"
     for dtype in (torch.float32, torch.bfloat16):
         assert fast(x[0].to(dtype)).shape == (N,) and fast(x.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("flags, swept", (({"avx2", "avx512bw"}, True), ({"avx2"}, False)))
+def test_a_compiled_step_sweeps_codes_where_the_processor_widens_bytes(flags, swept, monkeypatch):
+    monkeypatch.setattr(processor, "features", lambda: flags)
+    matrix, x, calls = Codes.of(noise(64, 32), 8), noise(1, 32), []
+    layer, product = linear(matrix, 8), sweep.product
+    monkeypatch.setattr(sweep, "product", lambda *given: calls.append(given) or product(*given))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert off(layer(x), Coded(matrix)(x.double())) < 5e-3 and bool(calls) == swept
 
 
 def test_packed_codes_come_back_as_they_went_in():

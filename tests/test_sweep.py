@@ -12,13 +12,13 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-@pytest.mark.parametrize("shape", [(48,), (1, 48)])
+@pytest.mark.parametrize("shape, rows", [((48,), 65), ((1, 48), 65), ((1, 48), 16 * sweep.STREAMS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_product(dtype, shape):
+def test_a_product(dtype, shape, rows):
     torch.manual_seed(1)
-    x, w = torch.randn(shape, dtype=dtype), torch.randn(65, 48, dtype=dtype)
+    x, w = torch.randn(shape, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
     found = sweep.product(x, w)
-    assert found.dtype == torch.float32 and found.shape == (*shape[:-1], 65)
+    assert found.dtype == torch.float32 and found.shape == (*shape[:-1], rows)
     assert apart(found, F.linear(x.double(), w.double())) < 1e-6  # no rounding on the way, whatever is read
 
 
