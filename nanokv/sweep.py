@@ -20,8 +20,8 @@ def wanted(x: Tensor) -> bool:
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K], one row, times w [N, K] stored row by row -> [..., N] in float32."""
     x, N = _there(x), len(w)
-    parts = w.view(STREAMS if N % STREAMS == 0 else 1, -1, w.shape[1])
-    return torch.cat([(part.float() * x.view(-1)).sum(-1) for part in parts.unbind(0)]).view(*x.shape[:-1], N)  # one loop
+    parts = w.unflatten(0, (STREAMS if N % STREAMS == 0 else 1, -1))
+    return torch.cat([(part.float() * x.view(-1)).sum(-1) for part in parts.unbind()]).view(*x.shape[:-1], N)  # one loop
 
 
 def wanted_for_slots(q: Tensor, k: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """The compiled decode step against the plain one: the same answer, the same tokens kept, and nothing compiled twice."""
 
+import re
+
 import pytest
 import torch
 from conftest import MODES, small, tiny
@@ -136,6 +138,23 @@ def test_what_cannot_be_compiled_is_told(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
     with pytest.raises(RuntimeError, match="could not be compiled .*--compile"):
         engine.reset(8, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("between, calls", [(sweep.parted, 3), (lambda x: x, 1)])
+def test_what_is_parted_is_another_function(between, calls):
+    from torch._inductor.utils import run_and_get_cpp_code
+
+    def layers(x, matrices):
+        for w in matrices:
+            x = between(sweep.product(x, w))
+        return x
+
+    x, matrices = torch.randn(16), list(torch.randn(3, 16, 16))
+    want = layers(x, matrices)
+    found, code = run_and_get_cpp_code(torch.compile(layers, fullgraph=True, dynamic=False, options=compiled.CPU), x, matrices)
+    assert torch.allclose(found, want, atol=1e-4)
+    assert len(re.findall(r"\bcpp_fused\w*\(\(", code)) == calls, "one function, called for every layer; or all layers in one"
 
 
 @pytest.mark.slow

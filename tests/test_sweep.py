@@ -22,6 +22,11 @@ def test_a_product(dtype, shape, rows):
     assert apart(found, F.linear(x.double(), w.double())) < 1e-6  # no rounding on the way, whatever is read
 
 
+def test_a_matrix_may_be_stored_by_columns():  # slowly; whoever compiles a model by himself has not called by_rows
+    x, w = torch.randn(1, 48), torch.randn(48, 4 * sweep.STREAMS).t()
+    assert apart(sweep.product(x, w), F.linear(x, w)) < 1e-6
+
+
 def test_a_product_of_codes():
     x, codes = torch.randn(1, 48), torch.randint(-127, 128, (65, 48), dtype=torch.int8)
     assert apart(sweep.product(x, codes), F.linear(x, codes.float())) < 1e-6
