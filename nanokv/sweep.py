@@ -1,9 +1,9 @@
 """One row times a matrix as a plain loop, for torch.compile: what a decode step on a CPU consists of.
 
 The insight: a library's products are made for many rows, of which each reads again what another has brought near. One
-token is one row: a matrix passes through the processor once, from front to back, and that is all. Said as a
-multiplication and a sum, this is what the compiler makes of it: one loop over memory, which joins the loops before and
-after it in one function. So are a query's products with all keys, and the sum of all values that their probabilities weight.
+token is one row: a matrix passes through the processor once, and that is all. Said as a multiplication and a sum, this is
+what the compiler makes of it: one loop over memory, which joins the loops before and after it in one function. So are a
+query's products with all keys, and the sum of all values that their probabilities weight.
 """
 
 from .later import Tensor, torch
