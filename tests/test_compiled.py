@@ -11,6 +11,7 @@ from nanokv.compiled import Compiled, threads
 from nanokv.engine import Engine
 from nanokv.policy import REGISTRY
 from nanokv.quantize import Codes, bits_of, coded_places, put
+from nanokv.regions import Pieces, marked
 
 
 def side_by_side(policy, model, prompt: int = 30, steps: int = 40, within: float = 1e-4) -> list[Engine]:
@@ -31,6 +32,7 @@ def side_by_side(policy, model, prompt: int = 30, steps: int = 40, within: float
 def test_a_compiled_step_is_the_step():
     plain, compiled = side_by_side(small("h2o"), tiny(n_layers=2))
     assert plain.compile_s == 0 < compiled.compile_s
+    assert isinstance(compiled._compiled._graph._run, Pieces) == (marked() is not None), "a layer once for all, if torch can"
     before, graphs = compiled.compile_s, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compiled.reset(30, 40)  # the same memory again: nothing to compile
     compiled.extend([5] * 30)
