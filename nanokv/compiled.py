@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .regions import Pieces, marked, regions
+from .regions import Pieces, marked, regions, unfit
 from .slots import Slots
 
 Step = Callable[..., Tensor]  # also with `through`, see regions.py
@@ -66,7 +66,13 @@ class Compiled:
                 for tensor in kv.tensors():
                     torch._dynamo.mark_static_address(tensor)
         try:
-            self._try(memory)
+            try:
+                self._try(memory)
+            except Exception as error:
+                if not unfit(error):
+                    raise
+                self._graph = make(step)  # the whole may be a graph, though a layer is no region
+                self._try(memory)
             if not self._cuda and self.threads > 1:
                 self.threads = self._fastest(memory)
         except Exception as error:  # torch has dozens for it, not all of one family

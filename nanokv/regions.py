@@ -30,6 +30,11 @@ def marked() -> Callable | None:
     return mark(through, max_reuse_entries=KINDS)
 
 
+def unfit(error: Exception) -> bool:
+    """Did tracing fail because a marked function cannot be a region? It may not look at one tensor in two ways (`k` and `k.mT`), for one."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
 def regions(graph: fx.GraphModule) -> list[fx.Node]:
     """The calls of marked functions in a graph that torch traced."""
     return [node for node in graph.graph.nodes if node.op == "call_function" and str(node.target) == "invoke_subgraph"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import MODES, small, tiny
 
-from nanokv import compiled, sweep
+from nanokv import compiled, regions, sweep
 from nanokv.compiled import Compiled, threads
 from nanokv.engine import Engine
 from nanokv.policy import REGISTRY
@@ -39,6 +39,12 @@ def test_a_compiled_step_is_the_step():
     for _ in range(40):
         compiled.decode([7])
     assert compiled.compile_s == before and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_what_cannot_be_a_region_is_compiled_as_a_whole(monkeypatch):
+    monkeypatch.setattr(regions, "through", lambda block, x, layer, attend: block(x, layer, attend))  # in place: answers with what it was given
+    plain, compiled = side_by_side(small("window"), tiny(n_layers=2), steps=4)
+    assert not isinstance(compiled._compiled._graph._run, Pieces)
 
 
 @pytest.mark.parametrize("name", ["full", "window", "h2o"])
