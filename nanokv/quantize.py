@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import nibbles, sweep
+from . import sweep
 from .memory import BITS, GROUP
 from .model import wide
-from .processor import lanes
+from .processor import widens_bytes
 from .shape import FEW
 
 BLOCK = 64  # rows that torch's int4 kernel packs together, whatever the processor
@@ -89,9 +89,6 @@ class Coded(nn.Module):
         """The weights [N, K]."""
         return Codes(self.codes, self.scale, self.zero).rows(dtype)
 
-    def by_rows(self) -> None:
-        """Store the codes as a compiled step reads them, where it can do without a kernel on this CPU."""
-
     def few(self, x: Tensor) -> Tensor:
         """The product for a few rows x [S, K] -> [S, N]."""
         return F.linear(x, self.dense(x.dtype))
@@ -109,63 +106,32 @@ class Coded(nn.Module):
 class Int8(Coded):
     """8 bits and a scale per row, through torch's kernel, or swept in a compiled step."""
 
-    words: Tensor | None = None  # the codes, four of them a word [N, K / 4]
-
     def __init__(self, matrix: Codes, bias: Tensor | None = None):
         super().__init__(matrix, bias)
-        self.lanes = lanes()  # asked now: a step that is being compiled can ask nobody
-
-    def by_rows(self) -> None:
-        if self.lanes == nibbles.LANES and self.codes.shape[1] % 4 == 0:
-            self.words = self.codes.view(torch.int32)
+        self.sweeps = widens_bytes()  # asked now: a step that is being compiled can ask nobody
 
     def few(self, x: Tensor) -> Tensor:
-        if sweep.wanted(x) and (self.words is not None or self.lanes > nibbles.LANES):
-            out = sweep.product(x, self.codes) if self.words is None else nibbles.product8(x, self.words)
-            return (out * self.scale.view(-1).float()).to(x.dtype)
+        if self.sweeps and sweep.wanted(x):
+            return (sweep.product(x, self.codes) * self.scale.view(-1).float()).to(x.dtype)
         return torch.ops.aten._weight_int8pack_mm(x.to(SHORT), self.codes, self.scale.view(-1)).to(x.dtype)
 
 
 class Int4(Coded):
-    """4 bits, through torch's kernel: `codes` uint8 [N, K / 2] as it packs them, `scale` [K / GROUP, N, 2] with the zeros.
-
-    Or by rows: `codes` int32 [N, K / 8], nibbles.packed, `scale` [N, K / GROUP, 2].
-    """
+    """4 bits, through torch's kernel: `codes` uint8 [N, K / 2] as it packs them, `scale` [K / GROUP, N, 2] with the zeros."""
 
     @staticmethod
     def stored(matrix: Codes) -> Codes:
         both = torch.stack((matrix.scale, matrix.zero), -1).to(SHORT).transpose(0, 1).contiguous()
         return Codes(_packed(matrix.codes + 8), both)
 
-    @property
-    def swept(self) -> bool:
-        """Are the codes by rows?"""
-        return self.codes.dtype == torch.int32
-
-    def by_rows(self) -> None:
-        if lanes() == nibbles.LANES and not self.swept:
-            words, both = nibbles.packed(self._codes()), self.scale.transpose(0, 1).contiguous()
-            self.codes = self.codes.view(torch.int32).view(words.shape).copy_(words)  # where they are: in large pages
-            self.scale = self.scale.view(both.shape).copy_(both)
-
     def few(self, x: Tensor) -> Tensor:
-        if not self.swept:
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(SHORT), self.codes, GROUP, self.scale).to(x.dtype)
-        if sweep.wanted(x):
-            return nibbles.product4(x, self.codes, self.scale).to(x.dtype)
-        return super().few(x)  # slower than a kernel
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(SHORT), self.codes, GROUP, self.scale).to(x.dtype)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        both = self.scale if self.swept else self.scale.transpose(0, 1)
-        return Codes(self._codes(), *both.unbind(-1)).rows(dtype)
-
-    def _codes(self) -> Tensor:
-        """The codes -8..7 [N, K] int8."""
-        if self.swept:
-            return nibbles.unpacked(self.codes)
         N, K = self.scale.shape[1], GROUP * self.scale.shape[0]
         packed = self.codes.view(-1, BLOCK * K // 2)
-        return torch.cat((packed & 15, packed >> 4), 1).index_select(1, _places(K)).view(torch.int8).view(N, K) - 8
+        codes = torch.cat((packed & 15, packed >> 4), 1).index_select(1, _places(K)).view(torch.int8).view(N, K) - 8
+        return Codes(codes, *self.scale.transpose(0, 1).unbind(-1)).rows(dtype)
 
 
 class Embedding(nn.Module):

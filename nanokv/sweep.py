@@ -19,7 +19,7 @@ def wanted(x: Tensor) -> bool:
 
 def product(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K], one row, times w [N, K] stored row by row -> [..., N] in float32."""
-    x, N = there(x), len(w)
+    x, N = _there(x), len(w)
     parts = w.unflatten(0, (STREAMS if N % STREAMS == 0 else 1, -1))
     return torch.cat([(part.float() * x.view(-1)).sum(-1) for part in parts.unbind()]).view(*x.shape[:-1], N)  # one loop
 
@@ -31,7 +31,7 @@ def wanted_for_slots(q: Tensor, k: Tensor) -> bool:
 
 def products(q: Tensor, k: Tensor) -> Tensor:
     """Every row of q [H, G, D] times every row of k [H, N, D] -> [H, G, N] in float32, whatever theirs is."""
-    q, k = parted(q.float()), k.float()  # not there(): who chooses what to read may have q laid out in another order
+    q, k = parted(q.float()), k.float()  # not _there: who chooses what to read may have q laid out in another order
     return torch.stack([(x[:, None] * k).sum(-1) for x in q.unbind(1)], 1)  # one loop: a key is read once for all G queries
 
 
@@ -41,7 +41,7 @@ def weighted(probs: Tensor, v: Tensor) -> Tensor:
     whole = N - N % RUN
     sums = [_weighted(probs[..., whole:], v[:, whole:])] if N % RUN else []
     if whole:  # every run by itself, then their sums
-        sums.append(there(_weighted(probs[..., :whole].unflatten(2, (-1, RUN)), v[:, :whole].unflatten(1, (-1, RUN)))).sum(2))
+        sums.append(_there(_weighted(probs[..., :whole].unflatten(2, (-1, RUN)), v[:, :whole].unflatten(1, (-1, RUN)))).sum(2))
     return parted(sum(sums))
 
 
@@ -55,13 +55,13 @@ def parted(x: Tensor) -> Tensor:
     """x [..., D], D even, in float32: what is computed of it will be another C++ function than what made it.
 
     torch.compile writes no loops for complex numbers, so it ends a function where a tensor is looked at as such; nothing is
-    moved or computed for that. So where layers are not compiled once for all (regions.py), they are functions still, and most
-    of them the same one. A whole step in one would take the C++ compiler minutes.
+    moved or computed for that. So every layer is a function, and most of them the same one. A whole step in one would take
+    the C++ compiler minutes.
     """
     return torch.view_as_real(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))).view(x.shape)
 
 
-def there(x: Tensor) -> Tensor:
+def _there(x: Tensor) -> Tensor:
     """x in float32, as a tensor that is there: else what made it, or at least the conversion, would be done anew for every row it meets."""
     x = x.float()
     return x.as_strided(x.shape, x.stride())

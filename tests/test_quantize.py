@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanokv import nibbles, processor, quantize, sweep
+from nanokv import processor, quantize, sweep
 from nanokv.checkpoint import filled, name_table
 from nanokv.config import read_config
 from nanokv.headers import Safetensors, read_config_of
@@ -73,34 +73,14 @@ def test_the_kernels_agree_with_the_plain_layer(kind, N, K, short, close, monkey
         assert fast(x[0].to(dtype)).shape == (N,) and fast(x.to(dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize("flags, product", [({"avx2", "avx512bw"}, (sweep, "product")), ({"avx2"}, (nibbles, "product8")), (set(), None)])
-def test_a_compiled_step_sweeps_8_bits_as_the_processor_likes_it(flags, product, monkeypatch):
+@pytest.mark.parametrize("flags, swept", (({"avx2", "avx512bw"}, True), ({"avx2"}, False)))
+def test_a_compiled_step_sweeps_codes_where_the_processor_widens_bytes(flags, swept, monkeypatch):
     monkeypatch.setattr(processor, "features", lambda: flags)
     matrix, x, calls = Codes.of(noise(64, 32), 8), noise(1, 32), []
-    layer, want = linear(matrix, 8), Coded(matrix)(x.double())
-    layer.by_rows()
-    for module, name in ((sweep, "product"), (nibbles, "product8")):
-        true = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, true=true, which=(module, name): calls.append(which) or true(*given))
+    layer, product = linear(matrix, 8), sweep.product
+    monkeypatch.setattr(sweep, "product", lambda *given: calls.append(given) or product(*given))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert off(layer(x), want) < (5e-3 if product is None else 1e-6) and calls == ([] if product is None else [product])
-    assert layer.words is None or layer.words.data_ptr() == layer.codes.data_ptr(), "the same memory, looked at in words"
-
-
-@pytest.mark.parametrize("flags", [{"avx2", "avx512bw"}, {"avx2"}, set()])
-def test_4_bits_by_rows_are_the_same_weights_in_the_same_memory(flags, monkeypatch):
-    monkeypatch.setattr(processor, "features", lambda: flags)
-    matrix, x, bias = Codes.of(noise(128, 96), 4), noise(1, 96), noise(128, seed=2)
-    layer, plain = linear(matrix, 4, bias), Coded(matrix, bias)
-    places = layer.codes.data_ptr(), layer.scale.data_ptr()
-    for _ in range(2):  # of two engines with one model, each asks for it
-        layer.by_rows()
-    assert layer.swept == (flags == {"avx2"}) and (layer.codes.data_ptr(), layer.scale.data_ptr()) == places
-    assert torch.equal(layer.dense(torch.float32), matrix.rows(torch.float32))
-    want = plain(x.double())
-    assert off(layer(x), want) < 5e-3 and off(layer(noise(FEW + 1, 96)), plain(noise(FEW + 1, 96).double())) < 1e-5
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert off(layer(x), want) < (1e-6 if layer.swept else 5e-3)
+    assert off(layer(x), Coded(matrix)(x.double())) < 5e-3 and bool(calls) == swept
 
 
 def test_packed_codes_come_back_as_they_went_in():
