@@ -188,10 +188,7 @@ def threads(n: int) -> Iterator[None]:
 
 
 def by_rows(model: nn.Module) -> None:
-    """Store every matrix row by row, as a compiled step sweeps over it; the plain one prefers float32 by columns, and codes packed for a kernel."""
-    for layer in model.modules():
-        if layer is not model and hasattr(layer, "by_rows"):  # a layer of codes knows how
-            layer.by_rows()
+    """Store every matrix row by row, as a compiled step sweeps over it; the plain one prefers float32 by columns."""
     for p in model.parameters():
         if not p.is_contiguous():
             rows = p.data.contiguous()

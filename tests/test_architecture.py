@@ -16,7 +16,7 @@ FLOORS = [
     {"slots", "budget"},
     {"policy", "query_stats"},
     {"policies"},
-    {"reading", "compiled", "engine"},
+    {"reading", "regions", "compiled", "engine"},
     {"checkpoint", "tokenizer", "sample", "models", "memory"},
     {"calibrate"},
     {"trace"},
