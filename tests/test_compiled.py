@@ -111,7 +111,7 @@ def test_memory_may_change_more_often_than_torch_compiles_one_function(monkeypat
 
 
 def test_compiled_engines_do_not_meet_each_others_graphs():
-    model, text = tiny(n_layers=1), list(range(30))
+    model, text = tiny(n_layers=2), list(range(30))  # two layers alike: a region each time
     settings = [(small("window", 12), 8), (small("window", 16), 8), (REGISTRY["full"](), 8), (REGISTRY["full"](), 15)]
     engines = [[Engine(model, policy, compile=c) for policy, _ in settings] for c in (False, True)]
     for every in engines:
