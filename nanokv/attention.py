@@ -109,8 +109,8 @@ def watch_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> 
         return sweep.weighted(probs, v).to(v.dtype).view(H, G, S, D), probs.view(H, G, S, -1)
     unread = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[:, None].expand(-1, G, -1, -1)  # added: 0, or no weight at all
     if k.dim() == 3:
-        logits = torch.baddbmm(unread.flatten(1, 2), q.reshape(H, G * S, D), k.transpose(-1, -2), alpha=scale)
+        logits = torch.baddbmm(unread.flatten(1, 2), q.reshape(H, G * S, D), k.mT, alpha=scale)
     else:
-        logits = torch.addmm(unread.flatten(0, 2), q.reshape(H * G * S, D), k.transpose(-1, -2), alpha=scale)
+        logits = torch.addmm(unread.flatten(0, 2), q.reshape(H * G * S, D), k.mT, alpha=scale)
     probs = logits.float().softmax(-1)
     return (probs.to(v.dtype) @ v).view(H, G, S, D), probs.view(H, G, S, -1)

@@ -2,8 +2,8 @@
 
 The insight: a hard budget is a fixed shape. Slots never move, `now` and `cursor` are tensors, and who goes is
 decided before the step: nothing in it asks the host, so torch.compile sees one full graph. On a CPU it turns everything,
-products and attention too (sweep.py), into plain loops, those of a layer once for all layers (regions.py), which are then
-called with the tensors that they were compiled for. On CUDA the step is replayed as one CUDA graph.
+products and attention too (sweep.py), into plain loops, one function from one layer's attention to the next one's,
+which are then called with the tensors that they were compiled for. On CUDA the step is replayed as one CUDA graph.
 
 torch keeps on disk what it compiled, so a second run with the same model and budget waits for a fraction of the time.
 """
@@ -14,17 +14,15 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .regions import Pieces, marked, regions, unfit
 from .slots import Slots
 
-Step = Callable[..., Tensor]  # also with `through`, see regions.py
+Step = Callable[[Tensor], Tensor]
 # The checks of sizes between two kernels take longer than some kernels, and sizes are fixed. A wrapper in C++ calls
 # them in less time than one in Python.
 CPU = {"size_asserts": False, "cpp_wrapper": True}
@@ -40,7 +38,6 @@ class Compiled:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self.through = None if self._cuda else marked()  # how a step is to pass a layer, that it may be compiled once for all
         self.seconds, self.threads = 0.0, torch.get_num_threads()
         self.release()
 
@@ -57,22 +54,14 @@ class Compiled:
         """Compile for this memory, by steps into it while it is empty; it must be cleared afterwards. RuntimeError: it cannot be done here."""
         start = perf_counter()
         make = _replayed if self._cuda else Recorded
-        through = self.through
-        self._graph = make(step if through is None else lambda token: step(token, through=through))
-        self._room = evict and make(evict)
+        self._graph, self._room = make(step), evict and make(evict)
         self.threads = torch.get_num_threads()
         if self._cuda:  # memory that never moves may stay where it is: no copy into the CUDA graph's own
             for kv in memory:
                 for tensor in kv.tensors():
                     torch._dynamo.mark_static_address(tensor)
         try:
-            try:
-                self._try(memory)
-            except Exception as error:
-                if not unfit(error):
-                    raise
-                self._graph = make(step)  # the whole may be a graph, though a layer is no region
-                self._try(memory)
+            self._try(memory)
             if not self._cuda and self.threads > 1:
                 self.threads = self._fastest(memory)
         except Exception as error:  # torch has dozens for it, not all of one family
@@ -153,8 +142,7 @@ class Recorded:
 
         def backend(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable:
             assert len(graph.graph.output_node().args[0]) <= 1, "a step must write into tensors, not bind names anew"
-            build = partial(compile_fx, config_patches=CPU)
-            run = Pieces(graph, build) if regions(graph) else build(graph, example)
+            run = compile_fx(graph, example, config_patches=CPU)
 
             def first(*met: Tensor) -> Sequence[Tensor]:
                 seen[:] = run, *met

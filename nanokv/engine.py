@@ -228,9 +228,9 @@ class Engine(Memory):
         # a method, not an attribute: an engine that refers to itself would keep its memory until Python looks for cycles
         return (self._compiled if self._compiled and len(tokens) == 1 else self._forward)(tokens)
 
-    def _forward(self, tokens: Tensor, reading: bool = False, **how: Callable) -> Tensor:
+    def _forward(self, tokens: Tensor, reading: bool = False) -> Tensor:
         """The step itself: static shapes, in-place writes, nothing that asks the host."""
-        return self.model(tokens, self.answering(len(tokens), reading), **how)
+        return self.model(tokens, self.answering(len(tokens), reading))
 
     def answering(self, n: int, reading: bool = False) -> Attend:
         """What answers `attend` while the next n tokens take a step."""

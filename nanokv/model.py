@@ -101,9 +101,9 @@ class Transformer(nn.Module):
         """A tensor on the model's device and in the dtype of its activations."""
         return self.norm.weight
 
-    def forward(self, tokens: Tensor, attend: Attend, every: bool = False, through: Callable = Block.__call__) -> Tensor:
-        """tokens [S] -> logits of the last one [vocab], or of all [S, vocab] when `every`. through: how to pass a layer, see regions.py."""
+    def forward(self, tokens: Tensor, attend: Attend, every: bool = False) -> Tensor:
+        """tokens [S] -> logits of the last one [vocab], or of all [S, vocab] when `every`."""
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
-            x = through(block, x, layer, attend)
+            x = block(x, layer, attend)
         return self.head(self.norm(x if every else x[-1]))

@@ -16,7 +16,7 @@ FLOORS = [
     {"slots", "budget"},
     {"policy", "query_stats"},
     {"policies"},
-    {"reading", "regions", "compiled", "engine"},
+    {"reading", "compiled", "engine"},
     {"checkpoint", "tokenizer", "sample", "models", "memory"},
     {"calibrate"},
     {"trace"},

@@ -6,12 +6,11 @@ import pytest
 import torch
 from conftest import MODES, small, tiny
 
-from nanokv import compiled, regions, sweep
+from nanokv import compiled, sweep
 from nanokv.compiled import Compiled, threads
 from nanokv.engine import Engine
 from nanokv.policy import REGISTRY
 from nanokv.quantize import Codes, bits_of, coded_places, put
-from nanokv.regions import Pieces, marked
 
 
 def side_by_side(policy, model, prompt: int = 30, steps: int = 40, within: float = 1e-4) -> list[Engine]:
@@ -32,19 +31,12 @@ def side_by_side(policy, model, prompt: int = 30, steps: int = 40, within: float
 def test_a_compiled_step_is_the_step():
     plain, compiled = side_by_side(small("h2o"), tiny(n_layers=2))
     assert plain.compile_s == 0 < compiled.compile_s
-    assert isinstance(compiled._compiled._graph._run, Pieces) == (marked() is not None), "a layer once for all, if torch can"
     before, graphs = compiled.compile_s, torch._dynamo.utils.counters["stats"]["unique_graphs"]
     compiled.reset(30, 40)  # the same memory again: nothing to compile
     compiled.extend([5] * 30)
     for _ in range(40):
         compiled.decode([7])
     assert compiled.compile_s == before and torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-
-def test_what_cannot_be_a_region_is_compiled_as_a_whole(monkeypatch):
-    monkeypatch.setattr(regions, "through", lambda block, x, layer, attend: block(x, layer, attend))  # in place: answers with what it was given
-    plain, compiled = side_by_side(small("window"), tiny(n_layers=2), steps=4)
-    assert not isinstance(compiled._compiled._graph._run, Pieces)
 
 
 @pytest.mark.parametrize("name", ["full", "window", "h2o"])
@@ -111,7 +103,7 @@ def test_memory_may_change_more_often_than_torch_compiles_one_function(monkeypat
 
 
 def test_compiled_engines_do_not_meet_each_others_graphs():
-    model, text = tiny(n_layers=2), list(range(30))  # two layers alike: a region each time
+    model, text = tiny(n_layers=1), list(range(30))
     settings = [(small("window", 12), 8), (small("window", 16), 8), (REGISTRY["full"](), 8), (REGISTRY["full"](), 15)]
     engines = [[Engine(model, policy, compile=c) for policy, _ in settings] for c in (False, True)]
     for every in engines:
